@@ -1,0 +1,30 @@
+"""The command line: one module per verb.
+
+| module | knows |
+|---|---|
+| `app` | the list of verbs, and how a command line finds its own |
+| `run` `chat` `bench` `pull` `models` `doctor` | one verb each: its options, what it does, what it prints |
+| `options` | options that verbs share, and what they become |
+| `errors` | how an error becomes one sentence and an exit code |
+| `progress` | bars on standard error |
+| `report` | speeds out of a result: the closing line, the JSON document, the table of operations |
+| `loading` | the one place that loads a model, so that tests can put another in its stead |
+| `protocols` | what the verbs need of a model |
+
+Invariant: standard output holds the answer, or one JSON document, and nothing else; all the rest goes to standard error.
+Nothing is imported before it is needed: a verb imports the engine when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Runs the command line of this process and exits: 0 done, 2 for bad input, 130 for Ctrl-C, 141 for a closed pipe."""
+    try:
+        from headrace.cli.app import build_app, verbs_needed
+
+        build_app(verbs_needed(sys.argv[1:]))(prog_name="headrace")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,154 @@
+"""Options that several verbs share: how they are written, and what they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from headrace.errors import OptionError
+
+MODEL_HELP = "An alias ([cyan]headrace models[/] lists them), a path to a .gguf file, or hf:owner/repo/file.gguf."
+DEFAULT_MODEL = "smollm2"
+DEFAULT_MAX_TOKENS = 256
+
+# The sampler's own defaults, written again so that the help can show them without importing NumPy; a test compares them.
+TEMPERATURE = 0.0
+TOP_K = 40
+TOP_P = 0.95
+MIN_P = 0.05
+REPEAT_PENALTY = 1.0
+PRESENCE_PENALTY = 0.0
+FREQUENCY_PENALTY = 0.0
+SEED = 0
+
+_MODEL, _LENGTH, _SAMPLING, _OUTPUT = "Model", "Prompt and length", "Sampling", "Output"
+
+Model = Annotated[str, typer.Option("-m", "--model", metavar="MODEL", help=MODEL_HELP, rich_help_panel=_MODEL)]
+Threads = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Threads of the worker team.", show_default="all usable cores", rich_help_panel=_MODEL),
+]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        metavar="TOKENS",
+        help="Tokens of context to make room for.",
+        show_default="the model's own, within free memory",
+        rich_help_panel=_MODEL,
+    ),
+]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Neither read nor write packed weights on disk.", rich_help_panel=_MODEL)
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens to generate.", rich_help_panel=_LENGTH)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT", help="End before this text; may be given several times.", show_default=False, rich_help_panel=_LENGTH
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="System message put before the prompt.", show_default=False, rich_help_panel=_LENGTH),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(metavar="X", help="0 takes the likeliest token; above, draw.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    int,
+    typer.Option(metavar="N", help="Draw among the N likeliest; 0 for all.", rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="Draw among the fewest tokens that together reach probability X.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="Drop tokens less likely than X times the likeliest.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="Divide the logits of recent tokens by X; 1 is off.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(metavar="X", help="Subtract X from recent tokens, once.", rich_help_panel=_SAMPLING),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        help="Subtract X from recent tokens, for each time they occur.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(metavar="N", help="Seed of the draws: the same seed gives the same text.", rich_help_panel=_SAMPLING),
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Show time and bytes by class of operation.", rich_help_panel=_OUTPUT)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=_OUTPUT)]
+Logprobs = Annotated[
+    int,
+    typer.Option(metavar="N", help="Log-probabilities of each token and its N likeliest rivals.", rich_help_panel=_OUTPUT),
+]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Which model to load, and how."""
+
+    model: str
+    threads: int | None = None
+    context_tokens: int | None = None
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        from headrace.config import check_threads
+
+        if self.threads is not None:
+            check_threads(self.threads, "--threads")
+        if self.context_tokens is not None and self.context_tokens < 1:
+            raise OptionError(f"--context={self.context_tokens} is not a number of tokens: use 1 or more")
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How to answer. `sampling` holds fields of SamplingParams."""
+
+    max_tokens: int
+    stop: tuple[str, ...]
+    logprobs: int
+    sampling: Mapping[str, float]
+
+    @classmethod
+    def checked(cls, *, max_tokens: int, stop: list[str] | None, logprobs: int = 0, **sampling: float) -> AnswerOptions:
+        """Options that the sampler accepts, checked before the model is loaded.
+
+        Raises:
+            OptionError: a value cannot be used.
+        """
+        from headrace.engine.sampler import SamplingParams
+
+        if max_tokens < 1:
+            raise OptionError(f"--max-tokens={max_tokens} is not a number of tokens: use 1 or more")
+        if "" in (stop or ()):
+            raise OptionError("--stop='' would end every answer at once: give it some text, or leave it out")
+        SamplingParams(**sampling, logprobs=logprobs)  # type: ignore[arg-type] # it checks its values itself
+        return cls(max_tokens=max_tokens, stop=tuple(stop or ()), logprobs=logprobs, sampling=sampling)

@@ -1,0 +1,1 @@
+"""Runs models: sequences, steps, sampling, generation."""

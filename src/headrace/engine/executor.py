@@ -1,0 +1,99 @@
+"""Executes steps: picks a free program, fills its tables, runs it on the team, hands out logits.
+
+Invariant: a program is written only while no thread can be reading it. Knows pages by their addresses and tokens by
+their ids; knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engine.batch import Slice, Tables
+from headrace.engine.records import Buffers, Places, RecordBuilder, kernels_of
+from headrace.kernels.library import KernelLibrary
+from headrace.kernels.program import NUM_BLOCKS
+from headrace.kernels.runtime import Program, Team
+from headrace.kv.pages import pages_for
+from headrace.model.config import ModelConfig
+from headrace.model.graph import Attention, Operation
+
+MAX_STEP_TOKENS = 256
+MAX_STEP_OUTPUTS = 64
+
+
+class Executor:
+    """One model's steps on one team of threads."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        graph: tuple[Operation, ...],
+        places: Places,
+        library: KernelLibrary,
+        threads: int,
+        context_tokens: int,
+    ) -> None:
+        self._config, self._graph = config, graph
+        library.prepare(kernels_of(graph))
+        self.buffers = Buffers(config, graph, MAX_STEP_TOKENS, MAX_STEP_OUTPUTS)
+        max_pages = pages_for(context_tokens) + MAX_STEP_TOKENS
+        self._tables = Tables(config, MAX_STEP_TOKENS, max_pages, self.buffers.states_bytes, threads)
+        self._records = RecordBuilder(config, graph, places, self.buffers, self._tables, library.address, threads)
+        self._num_flags = self._records.max_flags(MAX_STEP_TOKENS, MAX_STEP_OUTPUTS)
+        self.team = Team(library, threads, self._records.scratch_bytes(MAX_STEP_TOKENS), len(graph))
+        self._programs: list[Program] = []
+        self._shapes: dict[int, tuple[int, int]] = {}
+        self._windows: dict[int, npt.NDArray[np.intp]] = {}
+        for window in self._tables.windows:
+            numbers = [i for i, op in enumerate(graph) if isinstance(op, Attention) and op.window == window]
+            self._windows[window] = np.array(numbers)
+        self._last: Program | None = None
+
+    def run(self, slices: Sequence[Slice]) -> npt.NDArray[np.float32]:
+        """Runs one step of at most MAX_STEP_TOKENS tokens.
+
+        Returns:
+            Logits of the wanted tokens, float32 [outputs, V]: a view that the next step overwrites.
+        """
+        tokens = sum(len(part.token_ids) for part in slices)
+        outputs = sum(part.num_outputs for part in slices)
+        assert 0 < tokens <= MAX_STEP_TOKENS and 0 < outputs <= MAX_STEP_OUTPUTS
+        program = self._free_program((tokens, outputs))
+        blocks = self._tables.fill(
+            program.tables, program.tables_address, slices, self.buffers.address("states")
+        )
+        for window, numbers in self._windows.items():
+            program.ops[numbers, NUM_BLOCKS // 8] = blocks[window]
+        program.assign_flags()
+        self.team.run(program)
+        self._last = program
+        return self.buffers.logits(outputs, self._config.vocabulary)
+
+    @property
+    def last_program(self) -> Program:
+        """The program of the last step, with its stamps."""
+        assert self._last is not None, "no step has run"
+        return self._last
+
+    def close(self) -> None:
+        """Stops the team; weights and pages may be freed afterwards."""
+        self.team.close()
+
+    def _free_program(self, shape: tuple[int, int]) -> Program:
+        """A program nobody reads, with the records of a shape; one of that shape if there is one."""
+        free = [number for number, program in enumerate(self._programs) if self.team.is_free(program)]
+        for number in free:
+            if self._shapes[number] == shape:
+                return self._programs[number]
+        # every thread can hold one program back, so there are never more than threads + 1
+        if not free or len(self._programs) <= self.team.threads:
+            self._programs.append(Program(len(self._graph), self._num_flags, self._tables.num_words))
+            free = [len(self._programs) - 1]
+        number = free[-1]
+        program = self._programs[number]
+        program.ops[:] = self._records.build(*shape, program.tables_address)
+        self._shapes[number] = shape
+        return program

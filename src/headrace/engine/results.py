@@ -1,0 +1,69 @@
+"""What a generation gives back: pieces while it runs, then usage, timings and ledger totals.
+
+Knows nothing of kernels or the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.model.step import LedgerTotals
+
+FinishReason = Literal["stop", "length", "context", "cancelled"]
+"""stop: an end token or a stop string; length: max_tokens reached; context: no room left; cancelled: by the user."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A token, its text, its natural log-probability, and the most likely tokens at the same place."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of text that is safe to show, with the tokens it was made of.
+
+    `text` never ends inside a character or inside what may become a stop string; it can be empty.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of one request. `cached_tokens` is the part of the prompt that was not computed again."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds, measured. `prefill_s` covers the uncached prompt tokens, `decode_s` all tokens after the first."""
+
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    first_token_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Everything known at the end of a generation."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    prefill_ledger: LedgerTotals
+    decode_ledger: LedgerTotals
+    logprobs: tuple[TokenLogprob, ...] = field(default=())

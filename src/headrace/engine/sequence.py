@@ -1,0 +1,148 @@
+"""A sequence of tokens whose keys and values are kept in pages.
+
+    tokens   0 ......... num_tokens          all of them are computed: their keys and values lie in `pages`
+    pages    ceil(num_tokens / 32)           the last one partly filled
+
+Grows by steps, shrinks by truncation; tokens are exact, so a later turn finds the past it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.engine.batch import Slice
+from headrace.engine.executor import MAX_STEP_OUTPUTS, MAX_STEP_TOKENS, Executor
+from headrace.errors import ContextOverflowError, NumericError, OptionError
+from headrace.kv.pages import PAGE_TOKENS, PageArena, pages_for
+from headrace.model.step import LedgerTotals, SequenceStep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from headrace.engine.accounts import Account
+
+
+class Sequence:
+    """Tokens and their past, of one conversation or one request."""
+
+    def __init__(self, executor: Executor, arena: PageArena, account: Account, vocabulary: int, context_tokens: int) -> None:
+        self._executor, self._arena = executor, arena
+        self._vocabulary, self._context_tokens = vocabulary, context_tokens
+        self._pages: list[int] = []
+        self._addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self.token_ids: list[int] = []
+        self.accounts: list[Account] = [account]
+
+    @property
+    def ledger(self) -> LedgerTotals:
+        """Sums over all steps that this sequence has taken so far."""
+        return self.accounts[0].totals
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose keys and values are kept."""
+        return len(self.token_ids)
+
+    def append(self, token_ids: Tokens[int], *, cancelled: Callable[[], bool] | None = None) -> npt.NDArray[np.float32]:
+        """Computes tokens on top of what is there, in chunks; stops between chunks when `cancelled` says so.
+
+        Returns:
+            Logits of the last token computed, float32 [V]: a view that the next step overwrites.
+
+        Raises:
+            OptionError: no token is given, or an id is outside the vocabulary.
+            ContextOverflowError: there is no room for all of them; nothing is computed.
+            NumericError: the logits are not finite.
+        """
+        logits: npt.NDArray[np.float32] | None = None
+        for rows in self.steps(token_ids, cancelled=cancelled):
+            logits = rows[-1]
+        assert logits is not None
+        if not np.isfinite(logits[0]) or not np.isfinite(logits.sum()):
+            raise NumericError(
+                f"the logits after token {self.num_tokens} are not finite: the model file is damaged or its values overflow; "
+                "fetch or convert it again"
+            )
+        return logits
+
+    def append_all(self, token_ids: Tokens[int]) -> npt.NDArray[np.float32]:
+        """Like `append`, but gives the logits of every token: float32 [T, V], a copy."""
+        return np.concatenate([rows.copy() for rows in self.steps(token_ids, outputs=MAX_STEP_OUTPUTS)])
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forgets all tokens but the first `num_tokens`."""
+        del self.token_ids[num_tokens:]
+        keep = pages_for(len(self.token_ids))
+        for page in self._pages[keep:]:
+            self._arena.release(page)
+        del self._pages[keep:]
+        self._addresses = self._addresses[:keep]
+
+    def keep_common(self, token_ids: Tokens[int]) -> int:
+        """Truncates to the longest common beginning with `token_ids`; returns its length."""
+        common = 0
+        for mine, other in zip(self.token_ids, token_ids, strict=False):
+            if mine != other:
+                break
+            common += 1
+        self.truncate(common)
+        return common
+
+    def close(self) -> None:
+        """Gives the pages back."""
+        self.truncate(0)
+
+    def steps(
+        self, token_ids: Tokens[int], *, outputs: int = 1, cancelled: Callable[[], bool] | None = None
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """Computes tokens chunk by chunk; gives the logits of the last `outputs` tokens of each chunk, or of all of it.
+
+        Raises as `append` does.
+        """
+        ids = list(token_ids)
+        if not ids:
+            raise OptionError("no token to compute: the prompt is empty")
+        for token in ids:
+            if not 0 <= token < self._vocabulary:
+                raise OptionError(f"token {token} is outside the vocabulary of {self._vocabulary}: use ids from 0 on")
+        self._reserve(self.num_tokens + len(ids))
+        size = MAX_STEP_TOKENS if outputs == 1 else min(MAX_STEP_TOKENS, outputs)
+        for start in range(0, len(ids), size):
+            if start and cancelled is not None and cancelled():
+                return
+            chunk = ids[start : start + size]
+            yield self._step(chunk, min(outputs, len(chunk)))
+
+    def _reserve(self, num_tokens: int) -> None:
+        """Takes pages for a number of tokens, all or none."""
+        if num_tokens > self._context_tokens:
+            raise ContextOverflowError(
+                f"{num_tokens} tokens do not fit into a context of {self._context_tokens}: shorten the prompt or raise --context"
+            )
+        fresh: list[int] = []
+        while len(self._pages) + len(fresh) < pages_for(num_tokens):
+            page = self._arena.allocate()
+            if page is None:
+                for taken in fresh:
+                    self._arena.release(taken)
+                room = self.num_tokens + (pages_for(self.num_tokens) * PAGE_TOKENS - self.num_tokens)
+                room += self._arena.num_free * PAGE_TOKENS
+                raise ContextOverflowError(
+                    f"{num_tokens} tokens do not fit: there is room for {room}; shorten the prompt or raise --context"
+                )
+            fresh.append(page)
+        if fresh:
+            self._pages += fresh
+            self._addresses = np.array([self._arena.address(page) for page in self._pages], np.int64)
+
+    def _step(self, ids: list[int], outputs: int) -> npt.NDArray[np.float32]:
+        part = Slice(ids, self.num_tokens, self._addresses, outputs)
+        logits = self._executor.run([part])
+        self.token_ids += ids
+        for account in self.accounts:
+            account.add((SequenceStep(len(ids), part.past_tokens, outputs),), self._executor.last_program)
+        return logits

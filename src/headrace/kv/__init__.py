@@ -1,0 +1,1 @@
+"""The past: pages of keys and values and who owns them. Knows no requests."""

@@ -1,0 +1,42 @@
+"""How a long transfer reports on itself, without knowing who shows it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Receives the course of one transfer after another: `start`, any number of `advance`, `done`.
+
+    `done` is called however a transfer ends, failure and Ctrl-C included. `notice` can come at any time.
+    """
+
+    def start(self, label: str, total_bytes: int | None) -> None:
+        """A transfer begins; the total is None when nobody knows it."""
+
+    def advance(self, num_bytes: int) -> None:
+        """That many more bytes have arrived; negative when a broken transfer starts over."""
+
+    def done(self) -> None:
+        """The transfer has ended."""
+
+    def notice(self, text: str) -> None:
+        """Something that the user has to be shown, such as a model's terms of use."""
+
+
+class NullProgress:
+    """Shows no progress. Notices go to the log as warnings, since terms of use must not get lost."""
+
+    def start(self, label: str, total_bytes: int | None) -> None:
+        """Nothing."""
+
+    def advance(self, num_bytes: int) -> None:
+        """Nothing."""
+
+    def done(self) -> None:
+        """Nothing."""
+
+    def notice(self, text: str) -> None:
+        """Logs `text` at level WARNING, which Python shows on standard error unless told otherwise."""
+        logging.getLogger("headrace").warning("%s", text)

@@ -1,0 +1,208 @@
+"""A scripted model in the place where the command line loads one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from headrace.cli import loading
+from headrace.cli.app import build_app
+from headrace.cli.options import LoadOptions
+from headrace.cli.progress import ConsoleProgress
+from headrace.engine.results import GenerationResult, LedgerTotals, Piece, Timings, TokenLogprob, Usage
+
+
+@dataclass(frozen=True)
+class FakeOperation:
+    phase: str
+    operation: str
+    calls: int
+    macs: int
+    total_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True)
+class FakeMessage:
+    role: str
+    content: str
+
+
+class FakeGeneration:
+    """Gives the scripted pieces; an exception among them is raised in its turn."""
+
+    def __init__(self, script: Sequence[str | BaseException], prompt_tokens: int, cached_tokens: int, logprobs: int) -> None:
+        self._script = script
+        self._usage = (prompt_tokens, cached_tokens)
+        self._logprobs = logprobs
+        self._cancelled = False
+        self._pieces: list[Piece] = []
+
+    def __iter__(self) -> Iterator[Piece]:
+        for token_id, text in enumerate(self._script):
+            if self._cancelled:
+                return
+            if isinstance(text, BaseException):
+                raise text
+            top = tuple((100 + rank, f"rival{rank}", -1.0 - rank) for rank in range(self._logprobs))
+            logprobs = (TokenLogprob(token_id, text, -0.25, top),) if self._logprobs else ()
+            self._pieces.append(Piece(text, (token_id,), logprobs))
+            yield self._pieces[-1]
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    @property
+    def result(self) -> GenerationResult:
+        return GenerationResult(
+            text="".join(piece.text for piece in self._pieces),
+            token_ids=tuple(token for piece in self._pieces for token in piece.token_ids),
+            finish_reason="cancelled" if self._cancelled else "stop",
+            usage=Usage(*self._usage, len(self._pieces)),
+            timings=Timings(load_s=0.5, prefill_s=0.01, decode_s=0.2, first_token_s=0.02),
+            prefill_ledger=LedgerTotals(1, 1000, 10, 20, 30, 40),
+            decode_ledger=LedgerTotals(2, 2000, 1_000_000_000, 0, 0, 500_000_000),
+            logprobs=tuple(token for piece in self._pieces for token in piece.logprobs),
+        )
+
+    def operations(self) -> Sequence[FakeOperation]:
+        return (
+            FakeOperation("prefill", "matmul q4_1", 30, 10**9, 10**8, 0.008),
+            FakeOperation("decode", "attention", 60, 10**6, 10**7, 0.05),
+            FakeOperation("decode", "matmul q4_1", 60, 10**8, 10**9, 0.15),
+        )
+
+
+class FakeChat:
+    def __init__(self, model: FakeModel, system: str | None) -> None:
+        self._model = model
+        self._system = system
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = [] if self._system is None else [FakeMessage("system", self._system)]
+        self.token_ids: list[int] = []
+
+    def send(self, text: str, **options: Any) -> FakeGeneration:
+        self._model.calls.append(("send", text, options))
+        self.messages.append(FakeMessage("user", text))
+        known = len(self.token_ids)
+        self.token_ids += [0] * len(text)
+        chat = self
+
+        class Recorded(FakeGeneration):
+            def __iter__(self) -> Iterator[Piece]:
+                yield from super().__iter__()
+                chat.messages.append(FakeMessage("assistant", self.result.text))
+                chat.token_ids += self.result.token_ids
+
+        return Recorded(self._model.next_answer(), len(self.token_ids), known, options["logprobs"])
+
+
+class FakeSequence:
+    """Counts the bytes of every step: 100 of weights a call and 1 of keys and values a token."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.ledger = LedgerTotals()
+        self.model = model
+        self.num_tokens = 0
+
+    def append(self, token_ids: Sequence[int]) -> np.ndarray:
+        assert token_ids
+        assert all(0 <= token < self.model.vocab_size for token in token_ids)
+        self.num_tokens += len(token_ids)
+        assert self.num_tokens <= self.model.context_tokens
+        self.ledger += LedgerTotals(1, 10, 100, self.num_tokens, len(token_ids), 0)
+        self.model.steps.append((self.num_tokens - len(token_ids), len(token_ids)))
+        return np.zeros(self.model.vocab_size, np.float32)
+
+    def truncate(self, num_tokens: int) -> None:
+        assert num_tokens <= self.num_tokens
+        self.num_tokens = num_tokens
+
+    def close(self) -> None:
+        self.model.calls.append(("sequence closed",))
+
+
+@dataclass
+class FakeModel:
+    answers: list[list[str | BaseException]] = field(default_factory=lambda: [["Hello", ", ", "world"]])
+    name: str = "fake"
+    path: Path = Path("fake.gguf")
+    threads: int = 2
+    context_tokens: int = 8192
+    vocab_size: int = 50
+    load_s: float = 0.5
+    cpu_level: str = "portable"
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+    steps: list[tuple[int, int]] = field(default_factory=list)
+    closed: bool = False
+
+    def next_answer(self) -> list[str | BaseException]:
+        return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+
+    def generate(self, prompt: str, **options: Any) -> FakeGeneration:
+        self.calls.append(("generate", prompt, options))
+        return FakeGeneration(self.next_answer(), 24, 4, options["logprobs"])
+
+    def chat(self, system: str | None = None) -> FakeChat:
+        self.calls.append(("chat", system))
+        return FakeChat(self, system)
+
+    def sequence(self) -> FakeSequence:
+        return FakeSequence(self)
+
+    def read_bandwidth(self) -> float:
+        return 10e9
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@dataclass
+class Ending:
+    code: int
+    out: str
+    err: str
+    exception: BaseException | None
+
+    @property
+    def document(self) -> Any:
+        return json.loads(self.out)
+
+
+class CommandLine:
+    """Runs verbs in this process on a scripted model."""
+
+    def __init__(self) -> None:
+        self.model = FakeModel()
+        self.loaded: list[LoadOptions] = []
+        self.load: Callable[[LoadOptions, ConsoleProgress], FakeModel] = lambda options, progress: self.model
+
+    def load_model(self, options: LoadOptions, progress: ConsoleProgress) -> FakeModel:
+        self.loaded.append(options)
+        return self.load(options, progress)
+
+    def __call__(self, *arguments: str, stdin: str | bytes | None = None) -> Ending:
+        ending = CliRunner().invoke(build_app(), arguments, input=stdin, prog_name="headrace")
+        exception = None if isinstance(ending.exception, SystemExit) else ending.exception
+        return Ending(ending.exit_code, ending.stdout, ending.stderr, exception)
+
+
+@pytest.fixture
+def headrace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CommandLine:
+    """The command line, with a scripted model and a home of its own."""
+    command_line = CommandLine()
+    monkeypatch.setattr(loading, "load_model", command_line.load_model)
+    monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("HEADRACE_CPU", raising=False)
+    monkeypatch.delenv("HEADRACE_THREADS", raising=False)
+    return command_line

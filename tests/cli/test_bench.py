@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace.cli.options import LoadOptions
+
+
+def test_bench_json_holds_every_figure(headrace: Any) -> None:
+    ending = headrace(
+        "bench", "fake", "--prompt", "8", "--gen", "4", "--depth", "16", "--threads", "2", "--repeat", "3", "--json"
+    )
+    assert (ending.code, ending.err) == (0, "")
+    document = ending.document
+    assert headrace.loaded == [LoadOptions("fake", threads=2, context_tokens=24)]
+    assert {key: document[key] for key in ("model", "threads", "prompt_tokens", "gen_tokens", "depth_tokens")} == {
+        "model": "fake",
+        "threads": 2,
+        "prompt_tokens": 8,
+        "gen_tokens": 4,
+        "depth_tokens": 16,
+    }
+    assert len(document["prefill_tok_s_runs"]) == len(document["decode_tok_s_runs"]) == 3
+    assert document["prefill_tok_s"] == sorted(document["prefill_tok_s_runs"])[1]
+    assert document["decode_tok_s"] == sorted(document["decode_tok_s_runs"])[1]
+    # Four tokens read 17, 18, 19 and 20 tokens of keys and values: 18.5 on average.
+    assert document["bytes_per_token"] == {
+        "weight": 100.0,
+        "kv_read": 18.5,
+        "kv_write": 1.0,
+        "activation": 0.0,
+        "total": 119.5,
+    }
+    assert document["read_bandwidth_gb_s"] == 10.0
+    assert document["bandwidth_fraction"] == pytest.approx(document["gb_s"] / 10)
+    assert document["first_token_s"] > document["load_s"] == 0.5
+    assert document["rss_mb"] is None or document["rss_mb"] > 1
+    assert document["cpu_level"] == "portable"
+    assert document["machine"]["num_usable_cores"] >= 1
+    assert set(document["versions"]) == {"python", "headrace", "numpy", "numba", "llvmlite", "tokenizers"}
+
+
+def test_bench_prints_a_table(headrace: Any) -> None:
+    ending = headrace("bench", "--prompt", "8", "--gen", "4", "--repeat", "1")
+    assert ending.code == 0
+    lines = ending.out.splitlines()
+    assert lines[0].startswith("fake, 2 threads, portable, ")
+    assert lines[2].startswith("prefill 8")
+    assert lines[3].startswith("decode 4")
+    assert "bytes per token: weight 100 B" in ending.out
+    assert headrace.loaded[0].model == "smollm2"
+
+
+def test_bench_leaves_out_what_is_not_asked_for(headrace: Any) -> None:
+    document = headrace("bench", "--prompt", "8", "--gen", "0", "--repeat", "1", "--json").document
+    assert [document[key] for key in ("decode_tok_s", "gb_s", "bandwidth_fraction", "bytes_per_token")] == [None] * 4
+    document = headrace("bench", "--prompt", "0", "--gen", "2", "--repeat", "1", "--json").document
+    assert [document["prefill_tok_s"], document["first_token_s"]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--prompt", "-1"], ["--gen", "-1"], ["--depth", "-1"], ["--repeat", "0"], ["--prompt", "0", "--gen", "0"]]
+)
+def test_bench_bad_count_is_named_before_anything_is_loaded(headrace: Any, arguments: list[str]) -> None:
+    ending = headrace("bench", *arguments)
+    assert (ending.code, ending.out) == (2, "")
+    assert f"{arguments[0]}={arguments[1]}" in ending.err
+    assert headrace.loaded == []
+
+
+def test_bench_that_does_not_fit_the_context_says_so(headrace: Any) -> None:
+    headrace.model.context_tokens = 10
+    ending = headrace("bench", "--prompt", "8", "--gen", "4", "--depth", "4")
+    assert ending.code == 2
+    assert ending.err == ("headrace: the runs need 12 tokens of context and fake has 10: lower --depth, --prompt or --gen\n")

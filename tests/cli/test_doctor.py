@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.cli import doctor
+from headrace.cli.doctor import MEMORY_BYTES_MIN, measure_levels
+from headrace.engine.machine import Cache, Machine, Memory
+
+
+def _machine(*caches: Cache, free_bytes: int | None = 2**34) -> Machine:
+    return Machine("CPU", "x86_64", "Linux", 8, 8, caches, Memory(2**35, free_bytes, None), 0.0)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """What was measured, and with how many threads."""
+    calls: list[tuple[int, int]] = []
+
+    def measure(num_bytes: int, threads: int) -> float:
+        calls.append((num_bytes, threads))
+        return 20e9
+
+    monkeypatch.setattr(doctor, "bandwidth_measure", lambda: measure)
+    return calls
+
+
+def test_doctor_json_says_what_it_found(headrace: Any, measured: list[tuple[int, int]], tmp_path: Path) -> None:
+    packed = tmp_path / "home" / "packed"
+    packed.mkdir(parents=True)
+    (packed / "weights").write_bytes(b"x" * 1000)
+    (packed / "more").mkdir()
+    (packed / "more" / "weights").write_bytes(b"x" * 500)
+    (packed / "link").symlink_to("weights")
+    document = headrace("doctor", "--threads", "1", "--json").document
+    assert document["threads"] == 1
+    assert document["cpu_level"] in {"portable", "avx2", "avx512", "neon"}
+    assert document["config"]["home"] == str(tmp_path / "home")
+    assert document["bandwidth"][-1]["level"] == "memory"
+    assert document["bandwidth"][-1]["bytes_per_s"] == 20e9
+    assert {threads for _, threads in measured} == {1}
+    assert {folder["what"]: (folder["num_files"], folder["size_bytes"]) for folder in document["folders"]} == {
+        "models": (0, 0),
+        "packed weights": (2, 1500),
+        "kernels": (0, 0),
+    }
+
+
+def test_doctor_prints_a_report(headrace: Any, measured: list[tuple[int, int]], tmp_path: Path) -> None:
+    ending = headrace("doctor")
+    assert (ending.code, ending.err) == (0, "")
+    assert all(title in ending.out for title in ("Machine", "Read bandwidth", "Settings", "Stored"))
+    assert "20 GB/s" in ending.out
+    assert str(tmp_path / "home" / "packed") in ending.out.replace("\n", "")
+    assert measured
+
+
+def test_doctor_uses_the_forced_level(headrace: Any, measured: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_CPU", "portable")
+    assert headrace("doctor", "--json").document["cpu_level"] == "portable"
+    assert measured
+
+
+def test_doctor_bad_environment_is_one_line_and_exit_code_two(headrace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_THREADS", "many")
+    ending = headrace("doctor")
+    assert (ending.code, ending.out) == (2, "")
+    assert ending.err == "headrace: HEADRACE_THREADS='many' is not a thread count: use a whole number from 1 to 256\n"
+
+
+def test_levels_are_read_over_what_fits_them_and_not_the_level_above() -> None:
+    machine = _machine(Cache(1, 48 * 2**10, 1), Cache(2, 2**20, 1), Cache(3, 2**25, 8))
+    levels = measure_levels(machine, 4, lambda num_bytes, threads: float(num_bytes * threads))
+    assert [(level.level, level.size_bytes, level.read_bytes) for level in levels] == [
+        ("L1", 4 * 48 * 2**10, 2 * 48 * 2**10),
+        ("L2", 4 * 2**20, 2 * 2**20),
+        ("L3", 2**25, 2**24),
+        ("memory", 2**35, MEMORY_BYTES_MIN),
+    ]
+    assert levels[0].bytes_per_s == 2 * 48 * 2**10 * 4
+
+
+def test_memory_is_read_far_beyond_the_last_cache_but_within_what_is_free() -> None:
+    big = Cache(3, 2**28, 8)
+    assert measure_levels(_machine(big), 8, lambda *_: 1.0)[-1].read_bytes == 2**30
+    assert measure_levels(_machine(big, free_bytes=2**28), 8, lambda *_: 1.0)[-1].read_bytes == 2**27
+    assert measure_levels(_machine(free_bytes=None), 8, lambda *_: 1.0)[-1].read_bytes == MEMORY_BYTES_MIN

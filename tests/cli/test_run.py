@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from headrace.cli import options
+from headrace.engine.sampler import SamplingParams
+from headrace.errors import ContextOverflowError, MemoryLimitError, NumericError
+
+
+def test_run_streams_the_answer_to_stdout_and_the_rest_to_stderr(headrace: Any) -> None:
+    ending = headrace("run", "Hi")
+    assert ending.code == 0
+    assert ending.out == "Hello, world\n"
+    assert ending.err == (
+        "prompt 24 tokens (4 known) at 2,000 tok/s, generated 3 tokens at 10 tok/s, 7.5 GB/s, "
+        "75 % of the machine's read bandwidth\n"
+    )
+    assert headrace.model.closed
+
+
+def test_run_adds_no_newline_to_an_answer_that_ends_in_one(headrace: Any) -> None:
+    headrace.model.answers = [["done\n"]]
+    assert headrace("run", "Hi").out == "done\n"
+
+
+def test_run_passes_every_option_on(headrace: Any) -> None:
+    ending = headrace(
+        *("run", "Hi", "-m", "gemma3-270m", "--max-tokens", "9", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9"),
+        *("--min-p", "0.1", "--repeat-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3"),
+        *("--seed", "7", "--stop", "END", "--stop", "\n\n", "--system", "Be brief", "--raw", "--threads", "3"),
+        *("--context", "1000", "--logprobs", "2", "--no-cache"),
+    )
+    assert ending.code == 0, ending.err
+    assert headrace.loaded == [options.LoadOptions("gemma3-270m", threads=3, context_tokens=1000, cache=False)]
+    assert headrace.model.calls == [
+        (
+            "generate",
+            "Hi",
+            {
+                "max_tokens": 9,
+                "stop": ("END", "\n\n"),
+                "system": "Be brief",
+                "raw": True,
+                "logprobs": 2,
+                "temperature": 0.5,
+                "top_k": 3,
+                "top_p": 0.9,
+                "min_p": 0.1,
+                "repeat_penalty": 1.1,
+                "presence_penalty": 0.2,
+                "frequency_penalty": 0.3,
+                "seed": 7,
+            },
+        )
+    ]
+
+
+def test_run_defaults_are_those_of_the_sampler() -> None:
+    shown = {name: getattr(options, name.upper()) for name in vars(SamplingParams()) if hasattr(options, name.upper())}
+    sampler = dataclasses.asdict(SamplingParams())
+    assert shown == {name: sampler[name] for name in shown}
+    assert len(shown) == 8
+
+
+@pytest.mark.parametrize("stdin", ["from a pipe", "from a pipe\n", "from a pipe\r\n"])
+def test_run_reads_the_prompt_from_stdin(headrace: Any, stdin: str) -> None:
+    assert headrace("run", stdin=stdin).code == 0
+    assert headrace.model.calls[0][1] == "from a pipe"
+
+
+def test_run_keeps_inner_newlines_of_a_piped_prompt(headrace: Any) -> None:
+    headrace("run", stdin="one\n\ntwo\n\n")
+    assert headrace.model.calls[0][1] == "one\n\ntwo\n"
+
+
+def test_run_prints_one_json_document(headrace: Any) -> None:
+    ending = headrace("run", "Hi", "--json")
+    assert ending.code == 0
+    assert ending.err == ""
+    assert ending.document == {
+        "model": "fake",
+        "text": "Hello, world",
+        "token_ids": [0, 1, 2],
+        "finish_reason": "stop",
+        "usage": {"prompt_tokens": 24, "cached_tokens": 4, "completion_tokens": 3},
+        "timings": {"load_s": 0.5, "prefill_s": 0.01, "decode_s": 0.2, "first_token_s": 0.02},
+        "speeds": {
+            "prefill_tok_s": 2000.0,
+            "decode_tok_s": 10.0,
+            "gb_s": 7.5,
+            "read_bandwidth_gb_s": 10.0,
+            "bandwidth_fraction": 0.75,
+        },
+        "ledger": {
+            "prefill": _ledger(1, 1000, 10, 20, 30, 40, 100),
+            "decode": _ledger(2, 2000, 1_000_000_000, 0, 0, 500_000_000, 1_500_000_000),
+            "total": _ledger(3, 3000, 1_000_000_010, 20, 30, 500_000_040, 1_500_000_100),
+        },
+    }
+
+
+def _ledger(*values: int) -> dict[str, int]:
+    names = ("steps", "macs", "weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes", "total_bytes")
+    return dict(zip(names, values, strict=True))
+
+
+def test_run_json_holds_logprobs_and_operations_when_asked(headrace: Any) -> None:
+    document = headrace("run", "Hi", "--json", "--logprobs", "1", "--stats").document
+    assert document["logprobs"][0] == {
+        "token_id": 0,
+        "text": "Hello",
+        "logprob": -0.25,
+        "top": [{"token_id": 100, "text": "rival0", "logprob": -1.0}],
+    }
+    assert [row["operation"] for row in document["operations"]] == ["matmul q4_1", "attention", "matmul q4_1"]
+
+
+def test_run_shows_logprobs_on_stderr(headrace: Any) -> None:
+    ending = headrace("run", "Hi", "--logprobs", "2")
+    assert ending.out == "Hello, world\n"
+    assert "-0.2500  'Hello'  'rival0' -1.000  'rival1' -2.000\n" in ending.err
+
+
+def test_run_stats_shows_time_and_bytes_by_operation(headrace: Any) -> None:
+    lines = headrace("run", "Hi", "--stats").err.splitlines()
+    assert lines[1].split() == ["phase", "operation", "calls", "time", "share", "bytes", "GB/s", "GMAC/s"]
+    rows = [" ".join(line.split()) for line in lines[2:]]
+    assert rows == [
+        "prefill matmul q4_1 30 8 ms 100.0 % 100 MB 12.5 125",
+        "decode attention 60 50 ms 25.0 % 10 MB 0.2 0.02",
+        "decode matmul q4_1 60 150 ms 75.0 % 1 GB 6.67 0.667",
+    ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ContextOverflowError("the prompt has 9,000 tokens\nand the context 8,192"),
+        NumericError("logits are not finite"),
+    ],
+)
+def test_run_error_of_the_engine_is_one_line_and_exit_code_two(headrace: Any, error: Exception) -> None:
+    headrace.model.answers = [[error]]
+    ending = headrace("run", "Hi")
+    assert (ending.code, ending.out) == (2, "")
+    assert ending.err == f"headrace: {' '.join(str(error).split())}\n"
+    assert headrace.model.closed
+
+
+def test_run_error_while_loading_is_one_line_and_exit_code_two(headrace: Any) -> None:
+    def load(_options: Any, progress: Any) -> Any:
+        progress.start("Packing", 10)
+        raise MemoryLimitError("it does not fit")
+
+    headrace.load = load
+    ending = headrace("run", "Hi", "--json")
+    assert (ending.code, ending.out) == (2, "")
+    assert ending.err == "headrace: Packing (10 B)\nheadrace: it does not fit\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--max-tokens", "0"], "--max-tokens=0"),
+        (["--context", "0"], "--context=0"),
+        (["--threads", "0"], "--threads=0"),
+        (["--stop", ""], "--stop=''"),
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--logprobs", "-1"], "logprobs"),
+    ],
+)
+def test_run_bad_value_is_named_before_anything_is_loaded(headrace: Any, arguments: list[str], named: str) -> None:
+    ending = headrace("run", "Hi", *arguments)
+    assert (ending.code, ending.out) == (2, "")
+    assert ending.err.startswith("headrace: ")
+    assert ending.err.count("\n") == 1
+    assert named in ending.err
+    assert headrace.loaded == []
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--max-tokens", "many"], ["--temperature", "hot"], ["--no-such-option"], ["one", "two"]]
+)
+def test_run_command_line_that_cannot_be_read_is_a_usage_error(headrace: Any, arguments: list[str]) -> None:
+    ending = headrace("run", *arguments)
+    assert (ending.code, ending.out) == (2, "")
+    assert "Usage: headrace run" in ending.err
+
+
+@pytest.mark.parametrize("arguments", [[""], []])
+def test_run_empty_prompt_is_an_error(headrace: Any, arguments: list[str]) -> None:
+    ending = headrace("run", *arguments, stdin="")
+    assert (ending.code, ending.err) == (2, "headrace: the prompt is empty: give some text, or pipe it in\n")
+
+
+def test_run_prompt_that_is_not_utf8_is_an_error(headrace: Any) -> None:
+    ending = headrace("run", stdin=b"caf\xe9 au lait")
+    assert (ending.code, ending.err) == (2, "headrace: the prompt is not UTF-8 text at byte 3: convert it first\n")
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]])
+def test_run_ctrl_c_exits_130_and_says_nothing(headrace: Any, as_json: list[str]) -> None:
+    headrace.model.answers = [["Hel", KeyboardInterrupt()]]
+    ending = headrace("run", "Hi", *as_json)
+    assert (ending.code, ending.err) == (130, "")
+    assert ending.out == ("" if as_json else "Hel")
+    assert headrace.model.closed
+
+
+def test_run_ctrl_c_while_loading_exits_130_and_says_nothing(headrace: Any) -> None:
+    def load(_options: Any, _progress: Any) -> Any:
+        raise KeyboardInterrupt
+
+    headrace.load = load
+    ending = headrace("run", "Hi")
+    assert (ending.code, ending.out, ending.err) == (130, "", "")
+
+
+def test_run_closed_pipe_exits_141_and_says_nothing(headrace: Any) -> None:
+    headrace.model.answers = [["Hel", BrokenPipeError()]]
+    ending = headrace("run", "Hi")
+    assert (ending.code, ending.err) == (141, "")
+
+
+def test_run_mistake_of_ours_keeps_its_exception(headrace: Any) -> None:
+    headrace.model.answers = [[ZeroDivisionError("ours")]]
+    assert isinstance(headrace("run", "Hi").exception, ZeroDivisionError)
+
+
+def test_run_character_that_cannot_be_encoded_does_not_stop_the_answer(headrace: Any) -> None:
+    headrace.model.answers = [["a\udc80b"]]
+    assert headrace("run", "Hi").out == "a?b\n"

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from headrace import config
+from headrace.config import CPU_LEVELS, MAX_THREADS, Config, check_threads, usable_cores
+from headrace.errors import OptionError
+
+
+def test_config_defaults_come_from_the_platform() -> None:
+    resolved = Config.from_environment({})
+    assert resolved.home.name == "headrace"
+    assert resolved.cpu_level is None
+    assert resolved.threads == usable_cores()
+    assert resolved.index_url == "https://pypi.org/simple"
+
+
+def test_config_takes_every_variable(tmp_path: Path) -> None:
+    resolved = Config.from_environment(
+        {
+            "HEADRACE_HOME": str(tmp_path),
+            "HEADRACE_CPU": "portable",
+            "HEADRACE_THREADS": "3",
+            "HEADRACE_INDEX_URL": "https://index.example/simple/",
+        }
+    )
+    assert resolved == Config(tmp_path, "portable", 3, "https://index.example/simple")
+
+
+def test_config_folders_lie_in_home(tmp_path: Path) -> None:
+    resolved = Config.from_environment({"HEADRACE_HOME": str(tmp_path)})
+    assert [resolved.models_dir, resolved.packed_dir, resolved.kernels_dir] == [
+        tmp_path / "models",
+        tmp_path / "packed",
+        tmp_path / "kernels",
+    ]
+
+
+def test_config_home_expands_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    assert Config.from_environment({"HEADRACE_HOME": "~/cache"}).home == tmp_path / "cache"
+
+
+def test_config_prefers_the_xdg_cache_folder(tmp_path: Path) -> None:
+    assert Config.from_environment({"XDG_CACHE_HOME": str(tmp_path)}).home == tmp_path / "headrace"
+
+
+def test_config_takes_empty_variables_as_unset() -> None:
+    empty = dict.fromkeys(("HEADRACE_HOME", "HEADRACE_CPU", "HEADRACE_THREADS", "HEADRACE_INDEX_URL"), "")
+    assert Config.from_environment(empty) == Config.from_environment({})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("HEADRACE_CPU", "sse9"),
+        ("HEADRACE_THREADS", "0"),
+        ("HEADRACE_THREADS", "-2"),
+        ("HEADRACE_THREADS", "many"),
+        ("HEADRACE_THREADS", "2.5"),
+        ("HEADRACE_THREADS", str(MAX_THREADS + 1)),
+    ],
+)
+def test_config_rejects_and_names_a_bad_value(variable: str, value: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"{variable}={value!r}")):
+        Config.from_environment({variable: value})
+
+
+@pytest.mark.parametrize("level", CPU_LEVELS)
+def test_config_takes_every_level_by_name(level: str) -> None:
+    assert Config.from_environment({"HEADRACE_CPU": level}).cpu_level == level
+
+
+def test_config_reads_the_process_environment_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_THREADS", "7")
+    assert Config.from_environment().threads == 7
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config.from_environment({}).threads = 2  # type: ignore[misc]
+
+
+def test_config_docstring_lists_the_variables_that_are_read() -> None:
+    listed = set(re.findall(r"^\| (HEADRACE_\w+)", config.__doc__, re.MULTILINE))
+    read = set(re.findall(r'"(HEADRACE_\w+)"', Path(config.__file__).read_text(encoding="utf-8")))
+    assert listed == read
+
+
+def test_check_threads_takes_the_whole_range() -> None:
+    assert [check_threads(1, "--threads"), check_threads(str(MAX_THREADS), "--threads")] == [1, MAX_THREADS]
