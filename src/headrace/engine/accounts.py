@@ -1,9 +1,12 @@
-"""Accounts of what was done: ledger rows of the steps that ran, with the time that stamps show for each operation."""
+"""Accounts of what was done: ledger rows of the steps that ran, with the time that stamps show for each operation.
+
+Booking a step costs a copy of its stamps; sums are made when somebody asks, or when the buffer of stamps is full.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +15,8 @@ from headrace.kernels.program import AFTER
 from headrace.kernels.runtime import Program
 from headrace.model.graph import Operation
 from headrace.model.step import LedgerRow, LedgerTotals, SequenceStep, StepLedger
+
+_BUFFERED_STEPS = 128
 
 
 @dataclass(frozen=True)
@@ -27,23 +32,40 @@ class OperationAccount:
 
 
 class Account:
-    """Adds up steps of one phase of one request: totals at once, rows when asked."""
+    """Adds up steps of one phase of one request."""
 
     def __init__(self, ledger: StepLedger, graph: tuple[Operation, ...], ticks_per_us: float, phase: str) -> None:
         self._ledger, self._graph, self._ticks_per_us = ledger, graph, ticks_per_us
         self.phase = phase
-        self.totals = LedgerTotals()
+        self._totals = LedgerTotals()
         self._batches: list[tuple[SequenceStep, ...]] = []
+        self._num_summed = 0
+        self._stamps: npt.NDArray[np.int64] = np.zeros((_BUFFERED_STEPS, len(graph) + 1), np.int64)
+        self._num_stamps = 0
         self._ticks: npt.NDArray[np.int64] = np.zeros(len(graph), np.int64)
+        self._after: npt.NDArray[np.int64] | None = None
 
     def add(self, batch: tuple[SequenceStep, ...], program: Program) -> None:
         """Books a step that has run."""
-        self.totals = self.totals + self._ledger.totals(batch)
         self._batches.append(batch)
-        self._ticks += operation_ticks(program)
+        if self._after is None:
+            self._after = program.ops[:, AFTER // 8].copy()
+        self._stamps[self._num_stamps] = program.stamps
+        self._num_stamps += 1
+        if self._num_stamps == _BUFFERED_STEPS:
+            self._sum_ticks()
+
+    @property
+    def totals(self) -> LedgerTotals:
+        """The ledger's totals of all steps so far."""
+        for batch in self._batches[self._num_summed :]:
+            self._totals = self._totals + self._ledger.totals(batch)
+        self._num_summed = len(self._batches)
+        return self._totals
 
     def operations(self) -> list[OperationAccount]:
         """Sums by class of operation, in the order of the step."""
+        self._sum_ticks()
         sums: dict[str, list[float]] = {}
         for batch in self._batches:
             for row in self._ledger.rows(batch):
@@ -59,25 +81,36 @@ class Account:
             for label, (calls, macs, moved, time_s) in sums.items()
         ]
 
+    def _sum_ticks(self) -> None:
+        if self._num_stamps and self._after is not None:
+            self._ticks += ticks_between(self._stamps[: self._num_stamps], self._after).sum(axis=0)
+            self._num_stamps = 0
+
+
+def ticks_between(stamps: npt.NDArray[np.int64], after: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Ticks of each operation, from when it could start to when it was complete.
+
+    Args:
+        stamps: int64 [..., num_ops + 1], when each operation was complete, and last when the step began.
+        after: int64 [num_ops], how many leading operations each one waits for.
+    """
+    # an operation that runs beside the one before starts when what both wait for is complete
+    return np.maximum(stamps[..., :-1] - stamps[..., after - 1], 0)
+
 
 def operation_ticks(program: Program) -> npt.NDArray[np.int64]:
-    """Ticks of each operation of the step a program ran last: from when it could start to when it was complete."""
-    stamps = program.stamps
-    after = program.ops[:, AFTER // 8]
-    # an operation that runs beside the one before starts when what both wait for is complete
-    starts = np.where(after > 0, stamps[after - 1], stamps[-1])
-    return np.maximum(stamps[:-1] - starts, 0)
+    """Ticks of each operation of the step that a program ran last, int64 [num_ops]."""
+    return ticks_between(program.stamps, program.ops[:, AFTER // 8])
 
 
 def timed_rows(
     ledger: StepLedger, batch: Sequence[SequenceStep], program: Program, ticks_per_us: float
 ) -> tuple[LedgerRow, ...]:
-    """The ledger of the step a program ran last, with measured time."""
-    from dataclasses import replace
-
-    ticks = operation_ticks(program)
+    """The ledger of the step that a program ran last, with measured time."""
     rows = ledger.rows(batch)
-    return tuple(replace(row, time_us=float(t) / ticks_per_us) for row, t in zip(rows, ticks, strict=True))
+    return tuple(
+        replace(row, time_us=float(ticks) / ticks_per_us) for row, ticks in zip(rows, operation_ticks(program), strict=True)
+    )
 
 
 def _label(row: LedgerRow) -> str:

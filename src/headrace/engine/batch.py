@@ -91,6 +91,25 @@ class Tables:
             row += count
         return {window: self._attention(tables, slices, page_tables, states, window) for window in self.windows}
 
+    def advance(self, tables: Words, part: Slice, blocks: dict[int, int]) -> None:
+        """Rewrites what changed in the tables of one new token since the same sequence's token before: see `shape`."""
+        at, past = self.offsets["tokens"], part.past_tokens
+        tables[at] = past
+        tables[at + 1] = part.page_addresses[past // PAGE_TOKENS]
+        tables[at + 2] = past % PAGE_TOKENS
+        tables[at + 3] = part.token_ids[0]
+        for window, count in blocks.items():
+            entries = self.offsets[f"attention:{window}"]
+            tables[entries + 3 : entries + count * ENTRY_WORDS : ENTRY_WORDS] = past
+
+    def shape(self, slices: Sequence[Slice]) -> tuple[int, ...] | None:
+        """What `advance` cannot change, if it can be used for a batch at all: equal shapes differ in one position only."""
+        if len(slices) != 1 or len(slices[0].token_ids) != 1:
+            return None
+        past = slices[0].past_tokens
+        first = tuple(max(0, past - window + 1) // SEGMENT_TOKENS if window else 0 for window in self.windows)
+        return (id(slices[0].page_addresses), past // SEGMENT_TOKENS, *first)
+
     def _attention(
         self, tables: Words, slices: Sequence[Slice], page_tables: list[int], states: int, window: int
     ) -> int:

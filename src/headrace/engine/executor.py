@@ -22,6 +22,7 @@ from headrace.model.graph import Attention, Operation
 
 MAX_STEP_TOKENS = 256
 MAX_STEP_OUTPUTS = 64
+_SHAPES_KEPT = 6
 
 
 class Executor:
@@ -44,7 +45,7 @@ class Executor:
         self._records = RecordBuilder(config, graph, places, self.buffers, self._tables, library.address, threads)
         self._num_flags = self._records.max_flags(MAX_STEP_TOKENS, MAX_STEP_OUTPUTS)
         self.team = Team(library, threads, self._records.scratch_bytes(MAX_STEP_TOKENS), len(graph))
-        self._programs: list[Program] = []
+        self._programs: list[_StepProgram] = []
         self._shapes: dict[int, tuple[int, int]] = {}
         self._windows: dict[int, npt.NDArray[np.intp]] = {}
         for window in self._tables.windows:
@@ -62,12 +63,16 @@ class Executor:
         outputs = sum(part.num_outputs for part in slices)
         assert 0 < tokens <= MAX_STEP_TOKENS and 0 < outputs <= MAX_STEP_OUTPUTS
         program = self._free_program((tokens, outputs))
-        blocks = self._tables.fill(
-            program.tables, program.tables_address, slices, self.buffers.address("states")
-        )
-        for window, numbers in self._windows.items():
-            program.ops[numbers, NUM_BLOCKS // 8] = blocks[window]
-        program.assign_flags()
+        shape = self._tables.shape(slices)
+        if shape is not None and shape == program.table_shape:
+            self._tables.advance(program.tables, slices[0], program.attention_blocks)
+        else:
+            blocks = self._tables.fill(program.tables, program.tables_address, slices, self.buffers.address("states"))
+            for window, numbers in self._windows.items():
+                program.ops[numbers, NUM_BLOCKS // 8] = blocks[window]
+            program.assign_flags()
+            # the addresses are kept alive, so that their identity cannot be taken by others
+            program.table_shape, program.attention_blocks, program.kept = shape, blocks, slices
         self.team.run(program)
         self._last = program
         return self.buffers.logits(outputs, self._config.vocabulary)
@@ -82,18 +87,27 @@ class Executor:
         """Stops the team; weights and pages may be freed afterwards."""
         self.team.close()
 
-    def _free_program(self, shape: tuple[int, int]) -> Program:
+    def _free_program(self, shape: tuple[int, int]) -> _StepProgram:
         """A program nobody reads, with the records of a shape; one of that shape if there is one."""
         free = [number for number, program in enumerate(self._programs) if self.team.is_free(program)]
         for number in free:
             if self._shapes[number] == shape:
                 return self._programs[number]
-        # every thread can hold one program back, so there are never more than threads + 1
-        if not free or len(self._programs) <= self.team.threads:
-            self._programs.append(Program(len(self._graph), self._num_flags, self._tables.num_words))
+        # every late thread can hold one program back, so one of threads + 1 is always free
+        if not free or len(self._programs) < self.team.threads + _SHAPES_KEPT:
+            self._programs.append(_StepProgram(len(self._graph), self._num_flags, self._tables.num_words))
             free = [len(self._programs) - 1]
-        number = free[-1]
+        number = min(free, key=lambda index: self._programs[index].serial)
         program = self._programs[number]
         program.ops[:] = self._records.build(*shape, program.tables_address)
+        program.table_shape = None
         self._shapes[number] = shape
         return program
+
+
+class _StepProgram(Program):
+    """A program, and what its tables were filled for."""
+
+    table_shape: tuple[int, ...] | None = None
+    attention_blocks: dict[int, int]
+    kept: Sequence[Slice] = ()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headrace.engine.batch import Slice
 from headrace.engine.executor import MAX_STEP_OUTPUTS, MAX_STEP_TOKENS, Executor
-from headrace.errors import ContextOverflowError, NumericError, OptionError
+from headrace.errors import ContextOverflowError, OptionError
 from headrace.kv.pages import PAGE_TOKENS, PageArena, pages_for
 from headrace.model.step import LedgerTotals, SequenceStep
 
@@ -56,17 +56,11 @@ class Sequence:
         Raises:
             OptionError: no token is given, or an id is outside the vocabulary.
             ContextOverflowError: there is no room for all of them; nothing is computed.
-            NumericError: the logits are not finite.
         """
         logits: npt.NDArray[np.float32] | None = None
         for rows in self.steps(token_ids, cancelled=cancelled):
             logits = rows[-1]
         assert logits is not None
-        if not np.isfinite(logits[0]) or not np.isfinite(logits.sum()):
-            raise NumericError(
-                f"the logits after token {self.num_tokens} are not finite: the model file is damaged or its values overflow; "
-                "fetch or convert it again"
-            )
         return logits
 
     def append_all(self, token_ids: Tokens[int]) -> npt.NDArray[np.float32]:

@@ -61,7 +61,7 @@ from headrace.kernels.fields.attention import (
 )
 from headrace.kernels.rope import head_bytes
 from headrace.kernels.rows import copy_bytes, quantise_row
-from headrace.kernels.tiles import add_broadcast, load_tile, store_tile, zero_floats
+from headrace.kernels.tiles import add_broadcast, add_tiles, load_tile, store_tile, zero_floats
 from headrace.kernels.vectors import (
     fma,
     keep_between,
@@ -121,51 +121,71 @@ def _tile_function(rows: int) -> Callable[..., Any]:
     panels = _level.current().score_panels
 
     @inline
-    def one_panel(keys: int, width: int, queries: int, scores: int) -> None:
+    def one_panel(keys: int, width: int, queries: int, scores: int, ahead: int) -> None:
         sums = zero_floats(rows)
         for d in range(width):
+            prefetch(ahead + 32 * d)
             sums = add_broadcast(sums, load_f16(keys + 32 * d), queries + 4 * d, 4 * width)
         store_tile(sums, scores, 4 * SEGMENT_TOKENS)
 
     @inline
-    def two_panels(keys: int, width: int, queries: int, scores: int) -> None:
-        first = zero_floats(rows)
-        second = zero_floats(rows)
-        for d in range(width):
-            prefetch(keys + 64 * width + 32 * d)
-            first = add_broadcast(first, load_f16(keys + 32 * d), queries + 4 * d, 4 * width)
-            second = add_broadcast(second, load_f16(keys + 32 * width + 32 * d), queries + 4 * d, 4 * width)
-        store_tile(first, scores, 4 * SEGMENT_TOKENS)
-        store_tile(second, scores + 64, 4 * SEGMENT_TOKENS)
+    def two_panels(keys: int, width: int, queries: int, scores: int, ahead: int) -> None:
+        """Two panels at once, even and odd dimensions apart: four chains hide the latency of each sum."""
+        even1 = zero_floats(rows)
+        even2 = zero_floats(rows)
+        odd1 = zero_floats(rows)
+        odd2 = zero_floats(rows)
+        for pair in range(width // 2):
+            at = keys + 64 * pair
+            prefetch(ahead + 128 * pair)
+            prefetch(ahead + 128 * pair + 64)
+            query = queries + 8 * pair
+            even1 = add_broadcast(even1, load_f16(at), query, 4 * width)
+            even2 = add_broadcast(even2, load_f16(at + 32 * width), query, 4 * width)
+            odd1 = add_broadcast(odd1, load_f16(at + 32), query + 4, 4 * width)
+            odd2 = add_broadcast(odd2, load_f16(at + 32 * width + 32), query + 4, 4 * width)
+        store_tile(add_tiles(even1, odd1), scores, 4 * SEGMENT_TOKENS)
+        store_tile(add_tiles(even2, odd2), scores + 64, 4 * SEGMENT_TOKENS)
 
     @inline
-    def page_scores(keys: int, width: int, page_tokens: int, queries: int, scores: int) -> None:
+    def page_scores(keys: int, width: int, page_tokens: int, queries: int, scores: int, ahead: int) -> None:
         if panels == 2:
             for pair in range(page_tokens // 32):
-                two_panels(keys + pair * 64 * width, width, queries, scores + 128 * pair)
+                part = pair * 64 * width
+                two_panels(keys + part, width, queries, scores + 128 * pair, ahead + part)
         else:
             for panel in range(page_tokens // 16):
-                one_panel(keys + panel * 32 * width, width, queries, scores + 64 * panel)
+                part = panel * 32 * width
+                one_panel(keys + part, width, queries, scores + 64 * panel, ahead + part)
 
     @inline
-    def page_values(values: int, width: int, page_tokens: int, weights: int, output: int) -> None:
+    def page_values(values: int, width: int, page_tokens: int, weights: int, output: int, ahead: int) -> None:
         if panels == 2:
             for pair in range(width // 32):
                 strip = values + pair * 64 * page_tokens
-                first = load_tile(zero_floats(rows), output + 128 * pair, 4 * width)
-                second = load_tile(zero_floats(rows), output + 128 * pair + 64, 4 * width)
-                for t in range(page_tokens):
-                    prefetch(strip + 64 * page_tokens + 32 * t)
-                    first = add_broadcast(first, load_f16(strip + 32 * t), weights + 4 * t, 4 * SEGMENT_TOKENS)
-                    other = load_f16(strip + 32 * page_tokens + 32 * t)
-                    second = add_broadcast(second, other, weights + 4 * t, 4 * SEGMENT_TOKENS)
-                store_tile(first, output + 128 * pair, 4 * width)
-                store_tile(second, output + 128 * pair + 64, 4 * width)
+                next_strip = ahead + pair * 64 * page_tokens
+                even1 = load_tile(zero_floats(rows), output + 128 * pair, 4 * width)
+                even2 = load_tile(zero_floats(rows), output + 128 * pair + 64, 4 * width)
+                odd1 = zero_floats(rows)
+                odd2 = zero_floats(rows)
+                for t in range(page_tokens // 2):
+                    at = strip + 64 * t
+                    prefetch(next_strip + 128 * t)
+                    prefetch(next_strip + 128 * t + 64)
+                    weight = weights + 8 * t
+                    even1 = add_broadcast(even1, load_f16(at), weight, 4 * SEGMENT_TOKENS)
+                    even2 = add_broadcast(even2, load_f16(at + 32 * page_tokens), weight, 4 * SEGMENT_TOKENS)
+                    odd1 = add_broadcast(odd1, load_f16(at + 32), weight + 4, 4 * SEGMENT_TOKENS)
+                    odd2 = add_broadcast(odd2, load_f16(at + 32 * page_tokens + 32), weight + 4, 4 * SEGMENT_TOKENS)
+                store_tile(add_tiles(even1, odd1), output + 128 * pair, 4 * width)
+                store_tile(add_tiles(even2, odd2), output + 128 * pair + 64, 4 * width)
         else:
             for strip in range(width // 16):
                 base = values + strip * 32 * page_tokens
+                next_base = ahead + strip * 32 * page_tokens
                 sums = load_tile(zero_floats(rows), output + 64 * strip, 4 * width)
                 for t in range(page_tokens):
+                    prefetch(next_base + 32 * t)
                     sums = add_broadcast(sums, load_f16(base + 32 * t), weights + 4 * t, 4 * SEGMENT_TOKENS)
                 store_tile(sums, output + 64 * strip, 4 * width)
 
@@ -182,7 +202,8 @@ def _tile_function(rows: int) -> Callable[..., Any]:
         if window > 0:
             lowest = max(0, first_position - window + 1)
         page0 = max(start, lowest) // page_tokens
-        page1 = min((start + SEGMENT_TOKENS) // page_tokens, last_position // page_tokens + 1)
+        last_page = last_position // page_tokens
+        page1 = min((start + SEGMENT_TOKENS) // page_tokens, last_page + 1)
         if page0 >= page1:
             return
         offset = load_i64(op + LAYER_OFFSET)
@@ -191,7 +212,9 @@ def _tile_function(rows: int) -> Callable[..., Any]:
         at0 = page0 * page_tokens - start
         for page in range(page0, page1):
             keys = load_i64(pages + 8 * page) + offset
-            page_scores(keys, width, page_tokens, queries, scores + 4 * (page * page_tokens - start))
+            # the page after the last one of a segment is asked for as well: it is next unless the sequence ends
+            ahead = load_i64(pages + 8 * min(page + 1, last_page)) + offset
+            page_scores(keys, width, page_tokens, queries, scores + 4 * (page * page_tokens - start), ahead)
         for r in range(rows):
             position = load_i64(entry + ENTRY_POSITION) + (row + r) // group
             low = 0
@@ -205,7 +228,8 @@ def _tile_function(rows: int) -> Callable[..., Any]:
                 store_floats(output + r * 4 * width + 64 * i, splat_float(_ZERO))
         for page in range(page0, page1):
             values = load_i64(pages + 8 * page) + offset + 2 * width * page_tokens
-            page_values(values, width, page_tokens, scores + 4 * (page * page_tokens - start), output)
+            ahead = load_i64(pages + 8 * min(page + 1, last_page)) + offset + 2 * width * page_tokens
+            page_values(values, width, page_tokens, scores + 4 * (page * page_tokens - start), output, ahead)
         for r in range(rows):
             state = states + (row + r) * 4 * (width + STATE_EXTRA)
             _merge_state(state, width, output + r * 4 * width, load_f32(stats + 8 * r), load_f32(stats + 8 * r + 4))

@@ -42,7 +42,7 @@ def exp(x: Array) -> Doubles:
 
 def sigmoid(x: Array) -> Doubles:
     """1 / (1 + e^-x)."""
-    return 1.0 / (1.0 + np.exp(-x.astype(np.float64)))
+    return np.exp(-np.logaddexp(0.0, -x.astype(np.float64)))
 
 
 def silu(x: Array) -> Doubles:

@@ -359,6 +359,17 @@ subtract_broadcast = _broadcast_fma(negate=True)
 
 
 @intrinsic
+def add_tiles(typing_context: Any, left: Any, right: Any) -> Any:
+    """left[m] + right[m]."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a, b = arguments
+        return _map_rows(builder, left, a, left, lambda row, total: builder.fadd(total, builder.extract_value(b, row)))
+
+    return left(left, left), generate
+
+
+@intrinsic
 def store_tile(typing_context: Any, tile: Any, address: Any, stride: Any) -> Any:
     """Stores row m at address + m * stride."""
 
