@@ -16,13 +16,13 @@ class Terminal(io.StringIO):
 def test_progress_elsewhere_than_a_terminal_is_one_line_a_task(capsys: pytest.CaptureFixture[str]) -> None:
     with ConsoleProgress() as progress:
         progress.notice("Terms\nof use")
-        progress.start("Fetching smollm2", 98_362_432)
+        progress.start("fetching smollm2", 98_362_432)
         progress.advance(1000)
         progress.done()
-        progress.start("Compiling kernels", None)
+        progress.start("compiling kernels", None)
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == "headrace: Terms of use\nheadrace: Fetching smollm2 (98.4 MB)\nheadrace: Compiling kernels\n"
+    assert captured.err == "headrace: Terms of use\nheadrace: fetching smollm2 (98.4 MB)\nheadrace: compiling kernels\n"
 
 
 def test_progress_at_a_terminal_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,11 +30,11 @@ def test_progress_at_a_terminal_is_a_bar_that_goes_away(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm-256color")
     with ConsoleProgress() as progress:
-        progress.start("Fetching smollm2", 2_000_000)
+        progress.start("fetching smollm2", 2_000_000)
         progress.advance(1_500_000)
         progress.notice("Terms [of] use")
     shown = terminal.getvalue()
-    assert "Fetching smollm2" in shown
+    assert "fetching smollm2" in shown
     assert "1.5/2.0 MB" in shown
     assert "headrace: Terms [of] use" in shown
     assert shown.endswith("\x1b[2K")

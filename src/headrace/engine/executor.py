@@ -37,8 +37,8 @@ class Executor:
         threads: int,
         context_tokens: int,
     ) -> None:
-        self._config, self._graph = config, graph
-        library.prepare(kernels_of(graph))
+        self._config, self._graph, self._angles = config, graph, places.angles
+        library.prepare(kernels_of(graph, config.group))
         self.buffers = Buffers(config, graph, MAX_STEP_TOKENS, MAX_STEP_OUTPUTS)
         max_pages = pages_for(context_tokens) + MAX_STEP_TOKENS
         self._tables = Tables(config, MAX_STEP_TOKENS, max_pages, self.buffers.states_bytes, threads)
@@ -62,6 +62,7 @@ class Executor:
         tokens = sum(len(part.token_ids) for part in slices)
         outputs = sum(part.num_outputs for part in slices)
         assert 0 < tokens <= MAX_STEP_TOKENS and 0 < outputs <= MAX_STEP_OUTPUTS
+        self._angles.cover(max(part.past_tokens + len(part.token_ids) for part in slices))
         program = self._free_program((tokens, outputs))
         shape = self._tables.shape(slices)
         if shape is not None and shape == program.table_shape:

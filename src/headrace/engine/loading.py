@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from headrace.errors import ModelFileError, StorageError
 from headrace.kernels.files import write_atomically
+from headrace.kernels.library import KernelLibrary
 from headrace.kernels.runtime import Memory
 from headrace.model.architectures import read_config
 from headrace.model.config import ModelConfig
@@ -51,19 +52,26 @@ class LoadedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all matrices and vectors."""
-        sections = self.packed.header["sections"]
-        return sum(int(sections[name][1]) for name in [*self.matrices.matrices, *self.matrices.vectors])
+        return self.matrices.num_bytes
 
 
-def load_weights(path: Path, packed_dir: Path | None, progress: Progress) -> LoadedWeights:
+def load_weights(
+    path: Path, packed_dir: Path | None, progress: Progress, check: Callable[[ModelConfig, int], object]
+) -> LoadedWeights:
     """Maps the packed form of a model file, packing it first if need be; without a folder, packs into memory.
+
+    Args:
+        path: the GGUF file.
+        packed_dir: where packed files lie.
+        progress: is told of hashing and packing.
+        check: is called with the model's shape and the bytes of its packed weights before anything is packed, to refuse.
 
     Raises:
         ModelFileError: the model file is damaged or not supported.
         StorageError: the packed form cannot be written.
     """
     if packed_dir is None:
-        return _pack(path, None, progress)
+        return _pack(path, None, progress, check)
     remembered = _remembered_hash(path, packed_dir)
     if remembered:
         packed = container.open_packed(_packed_path(packed_dir, remembered))
@@ -72,9 +80,34 @@ def load_weights(path: Path, packed_dir: Path | None, progress: Progress) -> Loa
     digest = _hash_file(path, progress)
     target = _packed_path(packed_dir, digest)
     packed = container.open_packed(target)
-    loaded = _from_packed(packed) if packed is not None else _pack(path, target, progress)
+    loaded = _from_packed(packed) if packed is not None else _pack(path, target, progress, check)
     _remember(path, packed_dir, digest)
     return loaded
+
+
+def prepare_kernels(library: KernelLibrary, names: Sequence[str], threads: int, progress: Progress) -> None:
+    """Loads kernels, compiling those that are not there yet on `threads` cores.
+
+    Raises:
+        KernelError: the compiler failed.
+        StorageError: the cache folder cannot be written.
+    """
+    missing = library.missing(names)
+    if not missing:
+        library.prepare(names)
+        return
+    progress.start(f"compiling for {library.level.name}", len(missing), "kernels")
+    seen = 0
+
+    def advance(done: int, total: int) -> None:
+        nonlocal seen
+        progress.advance(done - seen)
+        seen = done
+
+    try:
+        library.prepare(names, processes=max(2, threads), progress=advance)
+    finally:
+        progress.done()
 
 
 def _packed_path(packed_dir: Path, digest: str) -> Path:
@@ -138,7 +171,9 @@ def _from_packed(packed: PackedFile) -> LoadedWeights:
     )
 
 
-def _pack(path: Path, target: Path | None, progress: Progress) -> LoadedWeights:
+def _pack(
+    path: Path, target: Path | None, progress: Progress, check: Callable[[ModelConfig, int], object]
+) -> LoadedWeights:
     with GgufFile.open(path) as gguf:
         config = read_config(gguf)
         plan = plan_matrices(gguf, config)
@@ -147,6 +182,7 @@ def _pack(path: Path, target: Path | None, progress: Progress) -> LoadedWeights:
             raise ModelFileError(
                 f"{path.name} has {tokenizer.vocab_size} tokens and embeddings for {config.vocabulary}: the file is damaged"
             )
+        check(config, plan.num_bytes)
         sections = _sections(gguf, config, plan, tokenizer.to_json(), progress.advance)
         facts = {
             "config": config.to_json(),

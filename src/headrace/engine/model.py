@@ -22,9 +22,9 @@ from headrace.config import Config, check_threads
 from headrace.engine import machine
 from headrace.engine.accounts import Account
 from headrace.engine.executor import Executor
-from headrace.engine.fit import plan_memory
+from headrace.engine.fit import MemoryPlan, plan_memory
 from headrace.engine.generation import Generation, GenerationPlan, check_room
-from headrace.engine.loading import LoadedWeights, load_weights
+from headrace.engine.loading import LoadedWeights, load_weights, prepare_kernels
 from headrace.engine.records import Places, kernels_of
 from headrace.engine.sampler import Sampler, SamplingParams
 from headrace.engine.sequence import Sequence as TokenSequence
@@ -32,9 +32,10 @@ from headrace.errors import OptionError
 from headrace.kernels import bandwidth
 from headrace.kernels.level import choose_level
 from headrace.kernels.library import KernelLibrary
-from headrace.kernels.runtime import TEAM_KERNELS, Memory
+from headrace.kernels.runtime import TEAM_KERNELS
 from headrace.kv.pages import PageArena, page_bytes
-from headrace.model.angles import fill_angles
+from headrace.model.angles import AngleTables
+from headrace.model.config import ModelConfig
 from headrace.model.graph import build_graph
 from headrace.model.step import StepLedger
 from headrace.text.chat_template import ChatTemplate, Message
@@ -72,8 +73,13 @@ def load(
     shown = progress or NullProgress()
     path = resolve(str(model), settings, shown)
     library = KernelLibrary(settings.kernels_dir if cache else None, level)
-    weights = load_weights(path, settings.packed_dir if cache else None, shown)
-    loaded = Model(path, weights, library, threads=team, context=context, progress=shown)
+    free_bytes = machine.read_memory().free_bytes  # before weights are packed into it
+
+    def plan(shape: ModelConfig, weights_bytes: int) -> MemoryPlan:
+        return plan_memory(shape, weights_bytes, context, free_bytes)
+
+    weights = load_weights(path, settings.packed_dir if cache else None, shown, plan)
+    loaded = Model(path, weights, library, threads=team, plan=plan(weights.config, weights.num_bytes), progress=shown)
     loaded.load_s = time.perf_counter() - start
     return loaded
 
@@ -88,24 +94,20 @@ class Model:
         library: KernelLibrary,
         *,
         threads: int,
-        context: int | None,
+        plan: MemoryPlan,
         progress: Progress,
     ) -> None:
         self.path, self.threads, self.load_s = path, threads, 0.0
         self.config, self.tokenizer = weights.config, weights.tokenizer
         self._weights, self._library = weights, library
-        plan = plan_memory(self.config, weights.num_bytes, context, machine.read_memory().free_bytes)
         self.context_tokens = plan.context_tokens
         self.graph = build_graph(self.config, weights.matrices)
-        _compile(library, [*kernels_of(self.graph), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress)
+        prepare_kernels(library, [*kernels_of(self.graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress)
         self._arena = PageArena(plan.num_pages, page_bytes(self.config))
-        self._angles = [Memory(4 * rope.rotated * plan.context_tokens) for rope in self.config.ropes]
-        for rope, table in zip(self.config.ropes, self._angles, strict=True):
-            fill_angles(rope, table.floats(0, plan.context_tokens * rope.rotated).reshape(-1, rope.rotated))
         places = Places(
             {name: weights.address(name) for name in weights.matrices.matrices},
             {name: weights.address(name) for name in weights.matrices.vectors},
-            tuple(table.address for table in self._angles),
+            AngleTables(self.config.ropes, plan.context_tokens),
         )
         self._executor = Executor(self.config, self.graph, places, library, threads, plan.context_tokens)
         self.step_ledger = StepLedger(self.config, self.graph, threads)
@@ -238,10 +240,12 @@ class Model:
         return self._template
 
     def read_bandwidth(self) -> float:
-        """Bytes per second that the team reads from memory, measured at the first call."""
+        """Bytes per second that the team reads from memory, measured at the first call: some 0.1 s."""
         if self._bandwidth is None:
             self._check_open()
-            self._bandwidth = bandwidth.measure_with(self._library, self._executor.team)
+            last_cache = max((cache.size_bytes for cache in machine.read_caches()), default=0)
+            num_bytes = bandwidth.memory_bytes(last_cache)
+            self._bandwidth = bandwidth.measure_with(self._library, self._executor.team, num_bytes)
         return self._bandwidth
 
     def close(self) -> None:
@@ -363,22 +367,3 @@ def sampling_params(base: SamplingParams | None, overrides: dict[str, Any], logp
             raise OptionError(f"{name!r} is no sampling option: use {', '.join(sorted(names))}")
     params = replace(base or SamplingParams(), **overrides)
     return replace(params, logprobs=logprobs) if logprobs else params
-
-
-def _compile(library: KernelLibrary, names: Sequence[str], threads: int, progress: Progress) -> None:
-    missing = library.missing(names)
-    if not missing:
-        library.prepare(names)
-        return
-    progress.start(f"compiling {len(missing)} kernels for {library.level.name}", len(missing))
-    seen = 0
-
-    def advance(done: int, total: int) -> None:
-        nonlocal seen
-        progress.advance(done - seen)
-        seen = done
-
-    try:
-        library.prepare(names, processes=max(2, threads), progress=advance)
-    finally:
-        progress.done()

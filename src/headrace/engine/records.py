@@ -20,6 +20,7 @@ from headrace.kernels.program import AFTER, COMMIT, COMPUTE, GELU, MAX_BLOCKS, N
 from headrace.kernels.runtime import Memory, round_up
 from headrace.kernels.tables import state_bytes
 from headrace.kv.pages import PAGE_TOKENS, layer_bytes
+from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
 from headrace.model.step import MAX_STATES_BYTES
 from headrace.model.graph import Attention, Embed, Merge, Operation, Product, Rope, Rows, activation_row_bytes
@@ -34,11 +35,11 @@ _SCRATCH_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Places:
-    """Where a model's weights lie: matrices and vectors by name, tables of rope angles by number."""
+    """Where a model's weights lie: addresses of matrices and vectors by name; tables of rope angles."""
 
     matrices: Mapping[str, int]
     vectors: Mapping[str, int]
-    angles: tuple[int, ...]
+    angles: AngleTables
 
 
 class Buffers:
@@ -151,7 +152,7 @@ class RecordBuilder:
         if isinstance(op, Rope):
             return "rope", "rope.commit", self._rope(op, tokens, base)
         if isinstance(op, Attention):
-            return "attention", "attention.commit", self._attention(op, base)
+            return f"attention:{self._config.group}", "attention.commit", self._attention(op, base)
         if isinstance(op, Merge):
             return "merge", "merge.commit", self._merge(op, tokens, base)
         assert isinstance(op, Embed)
@@ -235,7 +236,7 @@ class RecordBuilder:
             rope.KV_HEADS: config.kv_heads,
             rope.WIDTH: config.head_width,
             rope.ROTATED: config.ropes[number].rotated,
-            rope.ANGLES: self._places.angles[number],
+            rope.ANGLES: self._places.angles.addresses[number],
             rope.TOKEN_TABLE: base + 8 * self._tables.offsets["tokens"],
             rope.TOKENS: tokens,
             rope.BLOCK_TOKENS: step,
@@ -305,10 +306,10 @@ def _forms(config: ModelConfig, graph: tuple[Operation, ...]) -> dict[str, tuple
     return forms
 
 
-def kernels_of(graph: tuple[Operation, ...]) -> list[str]:
-    """The kernels that a graph's steps call."""
-    names = ["rows", "rows.commit", "rope", "rope.commit", "attention", "attention.commit", "merge", "merge.commit"]
-    names += ["matmul.commit", "embed.commit"]
+def kernels_of(graph: tuple[Operation, ...], group: int) -> list[str]:
+    """The kernels that a graph's steps call; `group` query heads share a KV head."""
+    names = ["rows", "rows.commit", "rope", "rope.commit", "attention.commit", "merge", "merge.commit"]
+    names += [f"attention:{group}", "matmul.commit", "embed.commit"]
     for op in graph:
         if isinstance(op, Product):
             names.append(f"matmul:{op.matrix.format}")

@@ -116,8 +116,8 @@ def _merge_state(state: int, width: int, output: int, m: Any, l: Any) -> None:
     store_f32(state + 4 * width + 4, load_f32(state + 4 * width + 4) * keep + l * add)
 
 
-def _tile_function(rows: int) -> Callable[..., Any]:
-    """One segment for `rows` query rows of one KV head."""
+def _scores_function(rows: int) -> Callable[..., Any]:
+    """Scores of `rows` query rows against one page of keys; asks for the page at `ahead` meanwhile."""
     panels = _level.current().score_panels
 
     @inline
@@ -131,10 +131,8 @@ def _tile_function(rows: int) -> Callable[..., Any]:
     @inline
     def two_panels(keys: int, width: int, queries: int, scores: int, ahead: int) -> None:
         """Two panels at once, even and odd dimensions apart: four chains hide the latency of each sum."""
-        even1 = zero_floats(rows)
-        even2 = zero_floats(rows)
-        odd1 = zero_floats(rows)
-        odd2 = zero_floats(rows)
+        even1, even2 = zero_floats(rows), zero_floats(rows)
+        odd1, odd2 = zero_floats(rows), zero_floats(rows)
         for pair in range(width // 2):
             at = keys + 64 * pair
             prefetch(ahead + 128 * pair)
@@ -158,36 +156,57 @@ def _tile_function(rows: int) -> Callable[..., Any]:
                 part = panel * 32 * width
                 one_panel(keys + part, width, queries, scores + 64 * panel, ahead + part)
 
+    return page_scores
+
+
+def _values_function(rows: int) -> Callable[..., Any]:
+    """Adds one page of values, weighted for `rows` query rows; asks for the page at `ahead` meanwhile."""
+    panels = _level.current().score_panels
+
+    @inline
+    def one_strip(strip: int, width: int, page_tokens: int, weights: int, output: int, ahead: int) -> None:
+        sums = load_tile(zero_floats(rows), output, 4 * width)
+        for t in range(page_tokens):
+            prefetch(ahead + 32 * t)
+            sums = add_broadcast(sums, load_f16(strip + 32 * t), weights + 4 * t, 4 * SEGMENT_TOKENS)
+        store_tile(sums, output, 4 * width)
+
+    @inline
+    def two_strips(strip: int, width: int, page_tokens: int, weights: int, output: int, ahead: int) -> None:
+        """Two strips at once, even and odd tokens apart, as for the scores."""
+        even1 = load_tile(zero_floats(rows), output, 4 * width)
+        even2 = load_tile(zero_floats(rows), output + 64, 4 * width)
+        odd1, odd2 = zero_floats(rows), zero_floats(rows)
+        other = 32 * page_tokens
+        for pair in range(page_tokens // 2):
+            at = strip + 64 * pair
+            prefetch(ahead + 128 * pair)
+            prefetch(ahead + 128 * pair + 64)
+            weight = weights + 8 * pair
+            even1 = add_broadcast(even1, load_f16(at), weight, 4 * SEGMENT_TOKENS)
+            even2 = add_broadcast(even2, load_f16(at + other), weight, 4 * SEGMENT_TOKENS)
+            odd1 = add_broadcast(odd1, load_f16(at + 32), weight + 4, 4 * SEGMENT_TOKENS)
+            odd2 = add_broadcast(odd2, load_f16(at + other + 32), weight + 4, 4 * SEGMENT_TOKENS)
+        store_tile(add_tiles(even1, odd1), output, 4 * width)
+        store_tile(add_tiles(even2, odd2), output + 64, 4 * width)
+
     @inline
     def page_values(values: int, width: int, page_tokens: int, weights: int, output: int, ahead: int) -> None:
         if panels == 2:
             for pair in range(width // 32):
-                strip = values + pair * 64 * page_tokens
-                next_strip = ahead + pair * 64 * page_tokens
-                even1 = load_tile(zero_floats(rows), output + 128 * pair, 4 * width)
-                even2 = load_tile(zero_floats(rows), output + 128 * pair + 64, 4 * width)
-                odd1 = zero_floats(rows)
-                odd2 = zero_floats(rows)
-                for t in range(page_tokens // 2):
-                    at = strip + 64 * t
-                    prefetch(next_strip + 128 * t)
-                    prefetch(next_strip + 128 * t + 64)
-                    weight = weights + 8 * t
-                    even1 = add_broadcast(even1, load_f16(at), weight, 4 * SEGMENT_TOKENS)
-                    even2 = add_broadcast(even2, load_f16(at + 32 * page_tokens), weight, 4 * SEGMENT_TOKENS)
-                    odd1 = add_broadcast(odd1, load_f16(at + 32), weight + 4, 4 * SEGMENT_TOKENS)
-                    odd2 = add_broadcast(odd2, load_f16(at + 32 * page_tokens + 32), weight + 4, 4 * SEGMENT_TOKENS)
-                store_tile(add_tiles(even1, odd1), output + 128 * pair, 4 * width)
-                store_tile(add_tiles(even2, odd2), output + 128 * pair + 64, 4 * width)
+                part = pair * 64 * page_tokens
+                two_strips(values + part, width, page_tokens, weights, output + 128 * pair, ahead + part)
         else:
             for strip in range(width // 16):
-                base = values + strip * 32 * page_tokens
-                next_base = ahead + strip * 32 * page_tokens
-                sums = load_tile(zero_floats(rows), output + 64 * strip, 4 * width)
-                for t in range(page_tokens):
-                    prefetch(next_base + 32 * t)
-                    sums = add_broadcast(sums, load_f16(base + 32 * t), weights + 4 * t, 4 * SEGMENT_TOKENS)
-                store_tile(sums, output + 64 * strip, 4 * width)
+                part = strip * 32 * page_tokens
+                one_strip(values + part, width, page_tokens, weights, output + 64 * strip, ahead + part)
+
+    return page_values
+
+
+def _tile_function(rows: int) -> Callable[..., Any]:
+    """One segment for `rows` query rows of one KV head."""
+    page_scores, page_values = _scores_function(rows), _values_function(rows)
 
     @inline
     def tile(op: int, entry: int, row: int, segment: int, queries: int, states: int, scores: int) -> None:
@@ -260,13 +279,23 @@ def _state_bytes(width: int) -> int:
     return 4 * (width + STATE_EXTRA)
 
 
-def attend_function() -> Callable[[int, int, int], None]:
-    """The compute function of attention. Scratch: states, queries, then one tile's scores, statistics and output."""
-    tile1, tile2, tile3, tile4 = (_tile_function(rows) for rows in (1, 2, 3, 4))
+def attend_function(group: int) -> Callable[[int, int, int], None]:
+    """The compute function of attention where `group` query heads share a KV head.
+
+    Rows of a block are its tokens' heads, token by token. They are taken in tiles of 4; heads left over of one token
+    (or, for groups of 1 and 2, tokens left over) in one more size of tile. Only these two are compiled.
+
+    Scratch: states, queries, then one tile's scores, statistics and output.
+    """
+    span = group if group > 2 else 4
+    size = min(group, 4) if group != 1 and group != 2 else 4
+    rest = group % 4 if group > 4 else group % size
+    tile = _tile_function(size)
+    rest_tile = _tile_function(rest) if rest else tile
 
     def attend(op: int, block: int, scratch: int) -> None:
         entry = load_i64(op + ENTRIES) + block * ENTRY_BYTES
-        width, group = load_i64(op + WIDTH), load_i64(op + GROUP)
+        width = load_i64(op + WIDTH)
         tokens, token0 = load_i64(entry + ENTRY_NUM_TOKENS), load_i64(entry + ENTRY_TOKEN)
         rows = tokens * group
         states = scratch
@@ -279,16 +308,16 @@ def attend_function() -> Callable[[int, int, int], None]:
         for row in range(rows):
             _clear_state(states + row * _state_bytes(width), width)
         for segment in range(load_i64(entry + ENTRY_SEGMENT), load_i64(entry + ENTRY_END_SEGMENT)):
-            row = 0
-            while row + 4 <= rows:
-                tile4(op, entry, row, segment, queries + row * 4 * width, states, scores)
-                row += 4
-            if rows - row == 3:
-                tile3(op, entry, row, segment, queries + row * 4 * width, states, scores)
-            elif rows - row == 2:
-                tile2(op, entry, row, segment, queries + row * 4 * width, states, scores)
-            elif rows - row == 1:
-                tile1(op, entry, row, segment, queries + row * 4 * width, states, scores)
+            for first in range(0, rows, span):
+                end = min(first + span, rows)
+                row = first
+                while row + size <= end:
+                    tile(op, entry, row, segment, queries + row * 4 * width, states, scores)
+                    row += size
+                if rest:
+                    while row < end:
+                        rest_tile(op, entry, row, segment, queries + row * 4 * width, states, scores)
+                        row += rest
 
     return attend
 

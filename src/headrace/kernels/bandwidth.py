@@ -5,8 +5,11 @@ Each thread reads blocks of its own end of a buffer; what fits a cache is read a
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
+from types import TracebackType
+from typing import Self
 
 from headrace.kernels.fields import probes
 from headrace.kernels.library import KernelLibrary
@@ -14,23 +17,30 @@ from headrace.kernels.program import COMMIT, COMPUTE, NUM_BLOCKS
 from headrace.kernels.runtime import Memory, Program, Team
 
 KERNELS = ("probes.read", "probes.nothing")
-MEMORY_BYTES = 256 << 20
+MEMORY_BYTES = 128 << 20
+"""Far beyond most caches, and little enough to stay within a run's working memory."""
+_CACHE_MULTIPLE = 4
 _LARGEST_BLOCK_BYTES = 1 << 20
 _RUNS = 7
 _SHORTEST_RUN_BYTES = 64 << 20
 
 
+def memory_bytes(last_cache_bytes: int) -> int:
+    """A working set that is read from memory, behind a last cache of that size."""
+    return max(MEMORY_BYTES, _CACHE_MULTIPLE * last_cache_bytes)
+
+
 def measure_with(library: KernelLibrary, team: Team, num_bytes: int = MEMORY_BYTES) -> float:
     """Bytes per second that a team reads from a working set of `num_bytes`, shared out among its threads.
 
-    The default is beyond any cache; the buffer lies in huge pages where the system grants them.
+    The buffer lies in huge pages where the system grants them.
     """
     library.prepare(KERNELS)
     share = max(4096, num_bytes // team.threads)
     block = min(share, _LARGEST_BLOCK_BYTES) // 512 * 512
     blocks = max(team.threads, num_bytes // block)
     memory = Memory(blocks * block + 8192)
-    memory.bytes[:] = 1
+    memory.bytes[:: mmap.PAGESIZE] = 1  # a page that was never written is not in memory
     repeats = max(1, _SHORTEST_RUN_BYTES // (blocks * block))
     program = Program(1, blocks, 8)
     record = program.ops[0]
@@ -44,3 +54,25 @@ def measure_with(library: KernelLibrary, team: Team, num_bytes: int = MEMORY_BYT
         team.run_single(program)
         seconds.append(time.perf_counter() - start)
     return blocks * block * repeats / statistics.median(seconds)
+
+
+class BandwidthMeter:
+    """Measures without a model, with a team of its own. `library` must hold or be able to make TEAM_KERNELS and KERNELS."""
+
+    def __init__(self, library: KernelLibrary, threads: int) -> None:
+        self._library = library
+        self._team = Team(library, threads, 4096, 1)
+
+    def measure(self, num_bytes: int) -> float:
+        """Bytes per second, all threads together."""
+        return measure_with(self._library, self._team, num_bytes)
+
+    def close(self) -> None:
+        """Stops the team."""
+        self._team.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

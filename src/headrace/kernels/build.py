@@ -17,7 +17,7 @@ from headrace.kernels.files import write_atomically
 from headrace.kernels.library import entry_name
 
 def kernel_function(name: str) -> Callable[[int, int, int], None]:
-    """The Python function of a kernel: 'matmul:Q4_1', 'rows', 'attention', ..."""
+    """The Python function of a kernel: 'matmul:Q4_1', 'attention:3' (heads in a group), 'rows', ..."""
     from headrace.kernels import attention, embed, matmul, probes, reduce, rope, rows, team
 
     plain: dict[str, Callable[[int, int, int], None]] = {
@@ -39,9 +39,9 @@ def kernel_function(name: str) -> Callable[[int, int, int], None]:
     }
     if name in plain:
         return plain[name]
-    if name == "attention":
-        return attention.attend_function()
     kind, _, packed = name.partition(":")
+    if kind == "attention":
+        return attention.attend_function(int(packed))
     makers = {"matmul": matmul.compute_function, "embed": embed.compute_function}
     return makers[kind](packed)
 

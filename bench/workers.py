@@ -1,0 +1,245 @@
+"""One engine in one process, driven by JSON lines: a request on standard input, an answer on standard output.
+
+    python bench/workers.py headrace | llama.cpp | openvino
+
+Each engine has a process of its own, so that its memory can be measured and its threads sleep while another engine runs.
+Requests: load, prefill, decode, account, memory, quit. Every engine computes the same random tokens.
+
+Does not know: what is compared with what, how often, and what the figures are for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+SEED = 20_240_229
+TOKEN_RANGE = (1_000, 40_000)  # ordinary tokens in every vocabulary here
+
+
+class Engine(Protocol):
+    """What a worker can do with an engine. Speeds are tokens per second."""
+
+    def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        """Loads a model, after closing the one before."""
+
+    def prefill(self, num_tokens: int) -> float:
+        """Computes a prompt of that many tokens from nothing."""
+
+    def decode(self, depth: int, num_tokens: int) -> float:
+        """Generates greedily on top of `depth` tokens, which are computed once and kept from call to call."""
+
+    def account(self, num_tokens: int) -> dict[str, Any]:
+        """What the engine says of its own decoding; empty where it keeps no account."""
+
+
+def prompt(num_tokens: int) -> list[int]:
+    """The first `num_tokens` of a fixed sequence of random tokens: speed does not depend on what they say."""
+    drawn: list[int] = np.random.default_rng(SEED).integers(*TOKEN_RANGE, num_tokens).tolist()
+    return drawn
+
+
+class Headrace:
+    """This project, through the sequences that its own benchmark uses, with its sampler."""
+
+    def __init__(self) -> None:
+        self._model: Any = None
+        self._sequence: Any = None
+
+    def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        import headrace
+
+        if self._model is not None:
+            self._model.close()
+        self._model = headrace.load(path, threads=threads, context=context)
+        self._sequence = self._model.sequence()
+        return {"version": headrace.__version__, "build": f"kernels {self._model.cpu_level}"}
+
+    def prefill(self, num_tokens: int) -> float:
+        sequence = self._model.sequence()
+        tokens = prompt(num_tokens)
+        start = time.perf_counter()
+        sequence.append(tokens)
+        seconds = time.perf_counter() - start
+        sequence.close()
+        return num_tokens / seconds
+
+    def decode(self, depth: int, num_tokens: int) -> float:
+        from headrace.engine.sampler import Sampler, SamplingParams
+
+        sampler = Sampler(SamplingParams(), self._model.vocab_size)
+        tokens = prompt(depth)
+        common = self._sequence.keep_common(tokens)
+        self._sequence.truncate(min(common, depth - 1))
+        logits = self._sequence.append(tokens[self._sequence.num_tokens :])
+        start = time.perf_counter()
+        for _ in range(num_tokens):
+            token = sampler.sample(logits, self._sequence.token_ids, self._sequence.num_tokens).token_id
+            logits = self._sequence.append([token])
+        return num_tokens / (time.perf_counter() - start)
+
+    def account(self, num_tokens: int) -> dict[str, Any]:
+        from headrace.engine.bench import run_bench
+        from headrace.kv.pages import page_bytes, pages_for
+
+        result = run_bench(self._model, prompt_tokens=0, gen_tokens=num_tokens, depth_tokens=0, repeat=3)
+        return {
+            "bandwidth_fraction": result.bandwidth_fraction,
+            "gb_s": result.gb_s,
+            "read_bandwidth_gb_s": result.read_bandwidth_gb_s,
+            "weights_mb": self._model.weights_bytes / 1e6,
+            "kv_mb": pages_for(self._model.context_tokens) * page_bytes(self._model.config) / 1e6,
+        }
+
+
+class LlamaCpp:
+    """llama.cpp as the wheel xllamacpp builds it, through its server's own Python entry (no HTTP).
+
+    One slot, memory-mapped weights, 16-bit keys and values, its own warm-up, no copies of old prompts in memory. Flash
+    attention is a setting: on a CPU it gains with a short past and loses by far with a long one.
+    """
+
+    def __init__(self, flash_attention: str = "AUTO") -> None:
+        self._flash_attention = flash_attention
+        self._server: Any = None
+
+    def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        import importlib.metadata
+
+        import xllamacpp
+
+        self._server = None
+        params = xllamacpp.CommonParams()
+        params.model.path = path
+        params.n_ctx = context
+        params.n_parallel = 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{self._flash_attention}")
+        params.swa_full = True  # or the past of sliding-window layers is computed anew before every run
+        params.cache_ram_mib = 0
+        params.ui = False
+        params.verbosity = 0
+        self._server = xllamacpp.Server(params)
+        build = " ".join(part for part in xllamacpp.get_system_info().split(" | ") if part.endswith("= 1"))
+        return {"version": importlib.metadata.version("xllamacpp"), "build": build.replace(" = 1", "").replace("CPU : ", "")}
+
+    def _timings(self, tokens: list[int], num_tokens: int, *, keep: bool) -> dict[str, float]:
+        request = {
+            "prompt": tokens,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "samplers": ["temperature"],
+            "ignore_eos": True,
+            "cache_prompt": keep,
+        }
+        answer = self._server.handle_completions(request)
+        if "timings" not in answer:
+            raise RuntimeError(f"llama.cpp answers {answer}")
+        timings: dict[str, float] = answer["timings"]
+        return timings
+
+    def prefill(self, num_tokens: int) -> float:
+        timings = self._timings(prompt(num_tokens), 1, keep=False)
+        assert timings["prompt_n"] == num_tokens
+        return timings["prompt_per_second"]
+
+    def decode(self, depth: int, num_tokens: int) -> float:
+        # The first token belongs to the prompt's time: llama.cpp counts one token less than it predicts.
+        return self._timings(prompt(depth), num_tokens + 1, keep=True)["predicted_per_second"]
+
+    def account(self, num_tokens: int) -> dict[str, Any]:
+        return {}
+
+
+class OpenVino:
+    """OpenVINO GenAI on the same GGUF file, with its own choices: it requantises, and keeps keys and values in 8 bits."""
+
+    def __init__(self) -> None:
+        self._pipeline: Any = None
+
+    def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        import openvino_genai
+
+        self._pipeline = None
+        self._pipeline = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, PERFORMANCE_HINT="LATENCY")
+        return {"version": openvino_genai.__version__, "build": ""}
+
+    def _metrics(self, num_tokens: int, num_generated: int) -> Any:
+        import openvino
+        import openvino_genai
+
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = config.min_new_tokens = num_generated
+        config.ignore_eos = True
+        config.do_sample = False
+        tokens = openvino.Tensor(np.array([prompt(num_tokens)], dtype=np.int64))
+        mask = openvino.Tensor(np.ones((1, num_tokens), dtype=np.int64))
+        return self._pipeline.generate(openvino_genai.TokenizedInputs(tokens, mask), config).perf_metrics
+
+    def prefill(self, num_tokens: int) -> float:
+        return float(num_tokens / self._metrics(num_tokens, 2).get_ttft().mean * 1e3)
+
+    def decode(self, depth: int, num_tokens: int) -> float:
+        return float(1e3 / self._metrics(depth, num_tokens).get_tpot().mean)
+
+    def account(self, num_tokens: int) -> dict[str, Any]:
+        return {}
+
+
+ENGINES = {
+    "headrace": Headrace,
+    "llama.cpp": LlamaCpp,
+    "llama.cpp-no-fa": lambda: LlamaCpp("DISABLED"),
+    "openvino": OpenVino,
+}
+
+
+def resident_mb() -> float | None:
+    """Resident memory of this process, mapped files included, in 10^6 bytes; None where /proc is not to be had."""
+    try:
+        with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123, no import of pathlib for one line
+            return next(int(line.split()[1]) * 1024 / 1e6 for line in status if line.startswith("VmRSS:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
+    """Does what one request asks for."""
+    match request["op"]:
+        case "load":
+            start = time.perf_counter()
+            about = engine.load(request["path"], request["threads"], request["context"])
+            return {**about, "load_s": time.perf_counter() - start}
+        case "prefill":
+            return {"tok_s": engine.prefill(request["tokens"])}
+        case "decode":
+            return {"tok_s": engine.decode(request["depth"], request["tokens"])}
+        case "account":
+            return engine.account(request["tokens"])
+        case "memory":
+            return {"rss_mb": resident_mb()}
+        case unknown:
+            raise ValueError(f"unknown request {unknown!r}")
+
+
+def serve(engine: Engine) -> None:
+    """Answers requests until standard input ends. Whatever an engine prints goes to standard error."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            reply = answer(engine, request)
+        except Exception as error:  # noqa: BLE001, the parent decides what a failure of an engine means
+            reply = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve(ENGINES[sys.argv[1]]())

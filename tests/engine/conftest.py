@@ -1,0 +1,78 @@
+"""Tiny models for the engine's tests, loaded with kernels from the cache that the engine uses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tiny.models import TinySpec, write_model
+
+from headrace.config import Config
+from headrace.engine.loading import load_weights
+from headrace.engine.model import Model
+from headrace.kernels.level import LEVELS, host_levels
+from headrace.kernels.library import KernelLibrary
+from headrace.weights.progress import NullProgress
+
+
+class TinyModels:
+    """Writes each specification once, loads each combination once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._models: dict[tuple[str, int, str, int | None], Model] = {}
+
+    def path(self, spec: TinySpec) -> Path:
+        """The file of a model."""
+        name = hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
+        path = self._folder / f"{name}.gguf"
+        return path if path.exists() else write_model(path, spec)
+
+    def load(self, spec: TinySpec, *, threads: int = 1, level: str = "", context: int | None = None) -> Model:
+        """A model that is shared: close its sequences, not it."""
+        level = level or host_levels()[-1].name
+        key = (repr(spec), threads, level, context)
+        if key not in self._models:
+            self._models[key] = open_model(self.path(spec), threads=threads, level=level, context=context)
+        return self._models[key]
+
+    def close(self) -> None:
+        """Stops all teams."""
+        for model in self._models.values():
+            model.close()
+
+
+def open_model(path: Path, *, threads: int = 1, level: str = "", context: int | None = None) -> Model:
+    """Packs into memory; kernels come from the cache."""
+    chosen = LEVELS[level] if level else host_levels()[-1]
+    library = KernelLibrary(Config.from_environment().kernels_dir, chosen)
+    weights = load_weights(path, None, NullProgress())
+    return Model(path, weights, library, threads=threads, context=context, progress=NullProgress())
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModels]:
+    """Tiny models by their specification."""
+    models = TinyModels(tmp_path_factory.mktemp("tiny"))
+    yield models
+    models.close()
+
+
+@pytest.fixture
+def open_file(request: pytest.FixtureRequest) -> Callable[..., Model]:
+    """Loads a model file that the test wrote; closed after the test."""
+
+    def load(path: Path, **options: object) -> Model:
+        model = open_model(path, **options)  # type: ignore[arg-type]
+        request.addfinalizer(model.close)
+        return model
+
+    return load
+
+
+@pytest.fixture(params=[level.name for level in host_levels()])
+def level(request: pytest.FixtureRequest) -> str:
+    """Each CPU level of this host."""
+    return request.param
