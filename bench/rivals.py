@@ -47,7 +47,7 @@ class Worker:
     def __init__(self, engine: str, program: Sequence[str] = (sys.executable, str(WORKERS))) -> None:
         self.engine = engine
         self.about: dict[str, Any] = {}
-        self._log = tempfile.TemporaryFile()  # what the engine prints; kept out of the table
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115, what the engine prints; closed in close()
         self._process = subprocess.Popen(
             [*program, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8"
         )

@@ -3,7 +3,8 @@
     python bench/workers.py headrace | llama.cpp | openvino
 
 Each engine has a process of its own, so that its memory can be measured and its threads sleep while another engine runs.
-Requests: load, prefill, decode, account, memory, quit. Every engine computes the same random tokens.
+Requests: load, prefill, decode, account, memory. Every engine computes the same random tokens, call by call. No two
+prefills have the same ones: an engine that keeps the past of old prompts (OpenVINO GenAI does) would only look it up.
 
 Does not know: what is compared with what, how often, and what the figures are for.
 """
@@ -28,23 +29,25 @@ class Engine(Protocol):
     def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
         """Loads a model, after closing the one before."""
 
-    def prefill(self, num_tokens: int) -> float:
-        """Computes a prompt of that many tokens from nothing."""
+    def prefill(self, tokens: list[int]) -> float:
+        """Computes a prompt from nothing."""
 
     def decode(self, depth: int, num_tokens: int) -> float:
         """Generates greedily on top of `depth` tokens, which are computed once and kept from call to call."""
 
     def account(self, num_tokens: int) -> dict[str, Any]:
         """What the engine says of its own decoding; empty where it keeps no account."""
+        assert num_tokens > 0
+        return {}
 
 
-def prompt(num_tokens: int) -> list[int]:
-    """The first `num_tokens` of a fixed sequence of random tokens: speed does not depend on what they say."""
-    drawn: list[int] = np.random.default_rng(SEED).integers(*TOKEN_RANGE, num_tokens).tolist()
+def prompt(num_tokens: int, number: int = 0) -> list[int]:
+    """The first `num_tokens` of the `number`-th sequence of random tokens: speed does not depend on what they say."""
+    drawn: list[int] = np.random.default_rng([SEED, number]).integers(*TOKEN_RANGE, num_tokens).tolist()
     return drawn
 
 
-class Headrace:
+class Headrace(Engine):
     """This project, through the sequences that its own benchmark uses, with its sampler."""
 
     def __init__(self) -> None:
@@ -52,6 +55,7 @@ class Headrace:
         self._sequence: Any = None
 
     def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        """Loads a model, after closing the one before."""
         import headrace
 
         if self._model is not None:
@@ -60,16 +64,17 @@ class Headrace:
         self._sequence = self._model.sequence()
         return {"version": headrace.__version__, "build": f"kernels {self._model.cpu_level}"}
 
-    def prefill(self, num_tokens: int) -> float:
+    def prefill(self, tokens: list[int]) -> float:
+        """Computes a prompt from nothing."""
         sequence = self._model.sequence()
-        tokens = prompt(num_tokens)
         start = time.perf_counter()
         sequence.append(tokens)
         seconds = time.perf_counter() - start
         sequence.close()
-        return num_tokens / seconds
+        return len(tokens) / seconds
 
     def decode(self, depth: int, num_tokens: int) -> float:
+        """Generates greedily on top of `depth` tokens."""
         from headrace.engine.sampler import Sampler, SamplingParams
 
         sampler = Sampler(SamplingParams(), self._model.vocab_size)
@@ -84,6 +89,7 @@ class Headrace:
         return num_tokens / (time.perf_counter() - start)
 
     def account(self, num_tokens: int) -> dict[str, Any]:
+        """What Headrace's own benchmark says, and what its memory is made of."""
         from headrace.engine.bench import run_bench
         from headrace.kv.pages import page_bytes, pages_for
 
@@ -93,11 +99,11 @@ class Headrace:
             "gb_s": result.gb_s,
             "read_bandwidth_gb_s": result.read_bandwidth_gb_s,
             "weights_mb": self._model.weights_bytes / 1e6,
-            "kv_mb": pages_for(self._model.context_tokens) * page_bytes(self._model.config) / 1e6,
+            "kv_mb": pages_for(self._sequence.num_tokens) * page_bytes(self._model.config) / 1e6,
         }
 
 
-class LlamaCpp:
+class LlamaCpp(Engine):
     """llama.cpp as the wheel xllamacpp builds it, through its server's own Python entry (no HTTP).
 
     One slot, memory-mapped weights, 16-bit keys and values, its own warm-up, no copies of old prompts in memory. Flash
@@ -109,6 +115,7 @@ class LlamaCpp:
         self._server: Any = None
 
     def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        """Loads a model, after closing the one before."""
         import importlib.metadata
 
         import xllamacpp
@@ -143,33 +150,34 @@ class LlamaCpp:
         timings: dict[str, float] = answer["timings"]
         return timings
 
-    def prefill(self, num_tokens: int) -> float:
-        timings = self._timings(prompt(num_tokens), 1, keep=False)
-        assert timings["prompt_n"] == num_tokens
+    def prefill(self, tokens: list[int]) -> float:
+        """Computes a prompt from nothing."""
+        timings = self._timings(tokens, 1, keep=False)
+        assert timings["prompt_n"] == len(tokens)  # none of them came from a cache
         return timings["prompt_per_second"]
 
     def decode(self, depth: int, num_tokens: int) -> float:
+        """Generates greedily on top of `depth` tokens."""
         # The first token belongs to the prompt's time: llama.cpp counts one token less than it predicts.
         return self._timings(prompt(depth), num_tokens + 1, keep=True)["predicted_per_second"]
 
-    def account(self, num_tokens: int) -> dict[str, Any]:
-        return {}
 
-
-class OpenVino:
-    """OpenVINO GenAI on the same GGUF file, with its own choices: it requantises, and keeps keys and values in 8 bits."""
+class OpenVino(Engine):
+    """OpenVINO GenAI on the same GGUF file, with its own choices of precision for activations, keys and values."""
 
     def __init__(self) -> None:
         self._pipeline: Any = None
 
     def load(self, path: str, threads: int, context: int) -> dict[str, Any]:
+        """Loads a model, after closing the one before."""
         import openvino_genai
 
+        del context  # it takes what a prompt needs
         self._pipeline = None
         self._pipeline = openvino_genai.LLMPipeline(path, "CPU", INFERENCE_NUM_THREADS=threads, PERFORMANCE_HINT="LATENCY")
         return {"version": openvino_genai.__version__, "build": ""}
 
-    def _metrics(self, num_tokens: int, num_generated: int) -> Any:
+    def _metrics(self, tokens: list[int], num_generated: int) -> Any:
         import openvino
         import openvino_genai
 
@@ -177,18 +185,17 @@ class OpenVino:
         config.max_new_tokens = config.min_new_tokens = num_generated
         config.ignore_eos = True
         config.do_sample = False
-        tokens = openvino.Tensor(np.array([prompt(num_tokens)], dtype=np.int64))
-        mask = openvino.Tensor(np.ones((1, num_tokens), dtype=np.int64))
-        return self._pipeline.generate(openvino_genai.TokenizedInputs(tokens, mask), config).perf_metrics
+        ids = openvino.Tensor(np.array([tokens], dtype=np.int64))
+        mask = openvino.Tensor(np.ones((1, len(tokens)), dtype=np.int64))
+        return self._pipeline.generate(openvino_genai.TokenizedInputs(ids, mask), config).perf_metrics
 
-    def prefill(self, num_tokens: int) -> float:
-        return float(num_tokens / self._metrics(num_tokens, 2).get_ttft().mean * 1e3)
+    def prefill(self, tokens: list[int]) -> float:
+        """Computes a prompt from nothing."""
+        return float(len(tokens) / self._metrics(tokens, 2).get_ttft().mean * 1e3)
 
     def decode(self, depth: int, num_tokens: int) -> float:
-        return float(1e3 / self._metrics(depth, num_tokens).get_tpot().mean)
-
-    def account(self, num_tokens: int) -> dict[str, Any]:
-        return {}
+        """Generates greedily on top of `depth` tokens."""
+        return float(1e3 / self._metrics(prompt(depth), num_tokens).get_tpot().mean)
 
 
 ENGINES = {
@@ -216,7 +223,7 @@ def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
             about = engine.load(request["path"], request["threads"], request["context"])
             return {**about, "load_s": time.perf_counter() - start}
         case "prefill":
-            return {"tok_s": engine.prefill(request["tokens"])}
+            return {"tok_s": engine.prefill(prompt(request["tokens"], request["number"]))}
         case "decode":
             return {"tok_s": engine.decode(request["depth"], request["tokens"])}
         case "account":

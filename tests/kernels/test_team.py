@@ -128,24 +128,30 @@ def test_team_gives_the_same_bits_for_any_number_of_threads(
     quantised = [kernels.zeros((tokens, stride), np.uint8) for _ in range(2)]
     products = [kernels.zeros((tokens, columns)) for _ in range(2)]
     matrices = [kernels.array(reference_packed.pack_fields(n, make_fields(n, columns, columns))) for n in ("Q4_1", "Q8_0")]
-    program = Program(4, 200, 8)
-    for i, name in enumerate(("Q4_1", "Q8_0")):
-        set_kernel(program, 2 * i, kernels.library, "rows", "rows.commit")
-        source = x if i == 0 else products[0]
-        _set(program.ops[2 * i], rows_fields, 3, 2 * i, input=source, input_stride=4 * columns, columns=columns)
-        _set(program.ops[2 * i], rows_fields, 3, 2 * i, tokens=tokens, block_tokens=2, weight=weight, quantised=stride)
-        _set(program.ops[2 * i], rows_fields, 3, 2 * i, output=quantised[i], output_stride=stride)
-        set_kernel(program, 2 * i + 1, kernels.library, f"matmul:{name}", "matmul.commit")
-        op = program.ops[2 * i + 1]
-        units = columns // PACKED[name].unit_columns
-        _set(op, matmul_fields, 16 * 3, 2 * i + 1, weights=matrices[i], groups=columns // 16, units=units, tokens=tokens)
-        _set(op, matmul_fields, 16 * 3, 2 * i + 1, input=quantised[i], input_stride=stride, records=columns)
-        _set(op, matmul_fields, 16 * 3, 2 * i + 1, output=products[i], output_stride=4 * columns, block_groups=1)
-        _set(op, matmul_fields, 16 * 3, 2 * i + 1, block_tokens=2)
-    program.assign_flags()
+
+    def build() -> Program:
+        """For one team: the flags of a program count that team's steps."""
+        program = Program(4, 200, 8)
+        for i, name in enumerate(("Q4_1", "Q8_0")):
+            set_kernel(program, 2 * i, kernels.library, "rows", "rows.commit")
+            source = x if i == 0 else products[0]
+            _set(program.ops[2 * i], rows_fields, 3, 2 * i, input=source, input_stride=4 * columns, columns=columns)
+            _set(program.ops[2 * i], rows_fields, 3, 2 * i, tokens=tokens, block_tokens=2, weight=weight, quantised=stride)
+            _set(program.ops[2 * i], rows_fields, 3, 2 * i, output=quantised[i], output_stride=stride)
+            set_kernel(program, 2 * i + 1, kernels.library, f"matmul:{name}", "matmul.commit")
+            op = program.ops[2 * i + 1]
+            units = columns // PACKED[name].unit_columns
+            _set(op, matmul_fields, 16 * 3, 2 * i + 1, weights=matrices[i], groups=columns // 16, units=units, tokens=tokens)
+            _set(op, matmul_fields, 16 * 3, 2 * i + 1, input=quantised[i], input_stride=stride, records=columns)
+            _set(op, matmul_fields, 16 * 3, 2 * i + 1, output=products[i], output_stride=4 * columns, block_groups=1)
+            _set(op, matmul_fields, 16 * 3, 2 * i + 1, block_tokens=2)
+        program.assign_flags()
+        return program
+
     results = set()
     for threads in (1, 2, 3, 4):
         with _team(kernels, threads) as team:
+            program = build()
             for _ in range(50):
                 products[1][:] = np.nan
                 team.run_single(program)

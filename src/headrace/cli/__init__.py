@@ -8,6 +8,7 @@
 | `errors` | how an error becomes one sentence and an exit code |
 | `progress` | bars on standard error |
 | `report` | speeds out of a result: the closing line, the JSON document, the table of operations |
+| `stored` | what lies in the cache folder, and which of it is not used any more |
 | `loading` | the one place that loads a model, so that tests can put another in its stead |
 | `protocols` | what the verbs need of a model |
 
@@ -27,4 +28,5 @@ def main() -> None:
 
         build_app(verbs_needed(sys.argv[1:]))(prog_name="headrace")
     except KeyboardInterrupt:
+        sys.stderr.write("headrace: interrupted\n")
         sys.exit(130)

@@ -165,7 +165,7 @@ class Conversation:
         print_operations(generation.operations())
 
     def _speeds(self, generation: GenerationLike) -> Speeds:
-        return Speeds.of(generation.result, self._model.read_bandwidth())
+        return Speeds.of(generation.result, self._model.read_bandwidth)
 
 
 def _write(text: str) -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from headrace.cli import options as o
-from headrace.cli.errors import guarded
+from headrace.cli.errors import guarded, say
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
+    from headrace.cli.stored import Folder
     from headrace.config import Config
     from headrace.engine.machine import Machine
+    from headrace.kernels.level import Level
 
-Measure = Callable[[int, int], float]
-"""Bytes per second that `threads` threads read together from `num_bytes`: (num_bytes, threads) -> bytes/s."""
+Measure = Callable[[int], float]
+"""Bytes per second that all threads together read from so many bytes, again and again."""
 
 MEMORY_BYTES_MIN = 2**28
 """Least that is read to measure memory itself: far above the caches that the system tells of, should it tell of none."""
@@ -35,19 +38,14 @@ class Bandwidth:
     bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Folder:
-    """What lies in one folder."""
-
-    what: str
-    path: Path
-    num_files: int
-    size_bytes: int
-
-
 @guarded
-def doctor(threads: o.Threads = None, as_json: o.AsJson = False) -> None:
+def doctor(
+    threads: o.Threads = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what is stored and not used by this version.")] = False,
+    as_json: o.AsJson = False,
+) -> None:
     """Show the machine, its measured bandwidth, the settings, and what is stored where."""
+    from headrace.cli.stored import can_write, measure_folders, remove_stale
     from headrace.config import Config, check_threads
     from headrace.engine.machine import describe
     from headrace.kernels.level import choose_level
@@ -55,32 +53,47 @@ def doctor(threads: o.Threads = None, as_json: o.AsJson = False) -> None:
     config = Config.from_environment()
     used_threads = config.threads if threads is None else check_threads(threads, "--threads")
     machine = describe()
-    level = choose_level(config.cpu_level).name
-    bandwidths = measure_levels(machine, used_threads, bandwidth_measure())
-    folders = measure_folders(config)
+    level = choose_level(config.cpu_level)
+    with bandwidth_measure(config, level, used_threads) as measure:
+        bandwidths = measure_levels(machine, used_threads, measure)
+    folders = measure_folders(config, time.time())
+    if clean:
+        say(f"freed {format_bytes(remove_stale(folders))}")
+        folders = measure_folders(config, time.time())
     if as_json:
         from headrace.cli.output import write_json
 
         write_json(
             {
                 "machine": asdict(machine),
-                "cpu_level": level,
+                "cpu_level": level.name,
                 "threads": used_threads,
                 "bandwidth": [asdict(bandwidth) for bandwidth in bandwidths],
                 "config": asdict(config),
+                "home_writable": can_write(config.home),
                 "folders": [asdict(folder) for folder in folders],
                 "python": platform.python_version(),
             }
         )
     else:
-        _print_report(machine, config, level, used_threads, bandwidths, folders)
+        _print_report(machine, config, level.name, used_threads, bandwidths, folders)
 
 
-def bandwidth_measure() -> Measure:
-    """What measures; tests put something quicker in its stead."""
-    from headrace.kernels.bandwidth import measure
+@contextmanager
+def bandwidth_measure(config: Config, level: Level, threads: int) -> Iterator[Measure]:
+    """What measures; tests put something quicker in its stead. Its kernels are compiled first if need be."""
+    from headrace.cli.progress import ConsoleProgress
+    from headrace.cli.stored import can_write
+    from headrace.engine.loading import prepare_kernels
+    from headrace.kernels.bandwidth import KERNELS, BandwidthMeter
+    from headrace.kernels.library import KernelLibrary
+    from headrace.kernels.runtime import TEAM_KERNELS
 
-    return measure
+    library = KernelLibrary(config.kernels_dir if can_write(config.kernels_dir) else None, level)
+    with ConsoleProgress() as progress:
+        prepare_kernels(library, [*TEAM_KERNELS, *KERNELS], threads, progress)
+    with BandwidthMeter(library, threads) as meter:
+        yield meter.measure
 
 
 def measure_levels(machine: Machine, threads: int, measure: Measure) -> list[Bandwidth]:
@@ -95,35 +108,13 @@ def measure_levels(machine: Machine, threads: int, measure: Measure) -> list[Ban
         num_caches = max(1, min(threads, -(-threads // cache.num_sharing_cores)))
         size_bytes = cache.size_bytes * num_caches
         read_bytes = max(size_bytes // 2, min(size_bytes, 2 * last_bytes))
-        bandwidths.append(Bandwidth(f"L{cache.level}", size_bytes, read_bytes, measure(read_bytes, threads)))
+        bandwidths.append(Bandwidth(f"L{cache.level}", size_bytes, read_bytes, measure(read_bytes)))
         last_bytes = size_bytes
     read_bytes = max(MEMORY_BYTES_MIN, 4 * last_bytes)
     if machine.memory.free_bytes is not None:
         read_bytes = max(2**20, min(read_bytes, machine.memory.free_bytes // 2))
-    bandwidths.append(Bandwidth("memory", machine.memory.total_bytes, read_bytes, measure(read_bytes, threads)))
+    bandwidths.append(Bandwidth("memory", machine.memory.total_bytes, read_bytes, measure(read_bytes)))
     return bandwidths
-
-
-def measure_folders(config: Config) -> list[Folder]:
-    """Files and bytes of each folder that Headrace writes to; one that is not there yet is empty."""
-    folders = []
-    for what, path in (("models", config.models_dir), ("packed weights", config.packed_dir), ("kernels", config.kernels_dir)):
-        sizes = list(_file_sizes(path))
-        folders.append(Folder(what, path, len(sizes), sum(sizes)))
-    return folders
-
-
-def _file_sizes(folder: Path) -> list[int]:
-    sizes = []
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            try:
-                status = (Path(parent) / name).lstat()
-            except OSError:  # it went away meanwhile
-                continue
-            if stat.S_ISREG(status.st_mode):
-                sizes.append(status.st_size)
-    return sizes
 
 
 def _print_report(
@@ -131,6 +122,8 @@ def _print_report(
 ) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from headrace.cli.stored import can_write
 
     console = Console(highlight=False)
 
@@ -157,7 +150,7 @@ def _print_report(
         ],
     )
     section(
-        f"Read bandwidth, {threads} threads",
+        f"Read bandwidth, {'1 thread' if threads == 1 else f'{threads} threads'}",
         [(each.level, f"{each.bytes_per_s / 1e9:.3g} GB/s", f"of {_bytes(each.size_bytes)}") for each in bandwidths],
     )
     section(
@@ -168,11 +161,25 @@ def _print_report(
             ("package index", config.index_url),
         ],
     )
+    writable = "" if can_write(config.home) else ", which cannot be written: set HEADRACE_HOME to another folder"
     section(
-        "Stored",
-        [(each.what, format_bytes(each.size_bytes), f"{each.num_files} files", str(each.path)) for each in folders],
+        f"Stored in {config.home}{writable}",
+        [
+            (each.what, format_bytes(each.size_bytes), _files(each.num_files), each.path.name, _unused(each.stale_bytes))
+            for each in folders
+        ],
     )
+    if any(each.stale for each in folders):
+        console.print("headrace doctor --clean deletes what this version does not use.", soft_wrap=True)
 
 
 def _bytes(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else format_bytes(num_bytes)
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
+
+
+def _unused(num_bytes: int) -> str:
+    return f"{format_bytes(num_bytes)} unused" if num_bytes else ""

@@ -34,6 +34,7 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
             say(error)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
+            say_interrupted()
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             # What is left in the buffer goes nowhere, so that the interpreter's own flush at exit stays silent.
@@ -49,6 +50,13 @@ def say(message: object) -> None:
     """One line on standard error, under the program's name."""
     sys.stderr.write(f"headrace: {' '.join(str(message).split())}\n")
     sys.stderr.flush()
+
+
+def say_interrupted() -> None:
+    """What Ctrl-C ends with: below what stands on the terminal's line, an answer or the ^C itself."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\n")
+    say("interrupted")
 
 
 def prepare_streams() -> None:

@@ -5,7 +5,7 @@ Knows results only. A speed is None where nothing was measured, never infinite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -23,20 +23,24 @@ class Speeds:
     prefill_tok_s: float | None
     decode_tok_s: float | None
     gb_s: float | None
-    read_bandwidth_gb_s: float
+    read_bandwidth_gb_s: float | None
     bandwidth_fraction: float | None
 
     @classmethod
-    def of(cls, result: GenerationResult, read_bandwidth_bytes_per_s: float) -> Speeds:
-        """Speeds of one answer: uncached prompt tokens, and generated tokens after the first."""
+    def of(cls, result: GenerationResult, read_bandwidth: Callable[[], float]) -> Speeds:
+        """Speeds of one answer: uncached prompt tokens, and generated tokens after the first.
+
+        `read_bandwidth` measures bytes per second; it is called only if there is something to compare with it.
+        """
         usage, timings = result.usage, result.timings
         bytes_per_s = _rate(result.decode_ledger.total_bytes, timings.decode_s)
+        bandwidth = None if bytes_per_s is None else read_bandwidth()
         return cls(
             prefill_tok_s=_rate(usage.prompt_tokens - usage.cached_tokens, timings.prefill_s),
             decode_tok_s=_rate(usage.completion_tokens - 1, timings.decode_s),
             gb_s=None if bytes_per_s is None else bytes_per_s / 1e9,
-            read_bandwidth_gb_s=read_bandwidth_bytes_per_s / 1e9,
-            bandwidth_fraction=None if bytes_per_s is None else bytes_per_s / read_bandwidth_bytes_per_s,
+            read_bandwidth_gb_s=None if bandwidth is None else bandwidth / 1e9,
+            bandwidth_fraction=None if bytes_per_s is None or bandwidth is None else bytes_per_s / bandwidth,
         )
 
 

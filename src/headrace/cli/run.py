@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -71,7 +72,7 @@ def run(
             **answering.sampling,
         )
         _stream(generation, show=not as_json, with_logprobs=logprobs > 0)
-        _report(generation, loaded.name, loaded.read_bandwidth(), stats=stats, as_json=as_json)
+        _report(generation, loaded.name, loaded.read_bandwidth, stats=stats, as_json=as_json)
 
 
 def read_prompt() -> str:
@@ -107,7 +108,7 @@ def _stream(generation: GenerationLike, *, show: bool, with_logprobs: bool) -> N
         sys.stdout.flush()
 
 
-def _report(generation: GenerationLike, name: str, read_bandwidth: float, *, stats: bool, as_json: bool) -> None:
+def _report(generation: GenerationLike, name: str, read_bandwidth: Callable[[], float], *, stats: bool, as_json: bool) -> None:
     from headrace.cli import report
     from headrace.cli.output import write_json
 

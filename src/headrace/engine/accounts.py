@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.kernels.program import AFTER
 from headrace.kernels.runtime import Program
 from headrace.model.graph import Operation
 from headrace.model.step import LedgerRow, LedgerTotals, SequenceStep, StepLedger
@@ -43,13 +42,10 @@ class Account:
         self._stamps: npt.NDArray[np.int64] = np.zeros((_BUFFERED_STEPS, len(graph) + 1), np.int64)
         self._num_stamps = 0
         self._ticks: npt.NDArray[np.int64] = np.zeros(len(graph), np.int64)
-        self._after: npt.NDArray[np.int64] | None = None
 
     def add(self, batch: tuple[SequenceStep, ...], program: Program) -> None:
         """Books a step that has run."""
         self._batches.append(batch)
-        if self._after is None:
-            self._after = program.ops[:, AFTER // 8].copy()
         self._stamps[self._num_stamps] = program.stamps
         self._num_stamps += 1
         if self._num_stamps == _BUFFERED_STEPS:
@@ -82,25 +78,26 @@ class Account:
         ]
 
     def _sum_ticks(self) -> None:
-        if self._num_stamps and self._after is not None:
-            self._ticks += ticks_between(self._stamps[: self._num_stamps], self._after).sum(axis=0)
+        if self._num_stamps:
+            self._ticks += ticks_between(self._stamps[: self._num_stamps]).sum(axis=0)
             self._num_stamps = 0
 
 
-def ticks_between(stamps: npt.NDArray[np.int64], after: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Ticks of each operation, from when it could start to when it was complete.
+def ticks_between(stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Ticks of each operation; they add up to those of the step.
+
+    An operation lasts from when all before it were complete to when it was; if it ran beside them and was complete
+    before they were, nothing is left for it.
 
     Args:
         stamps: int64 [..., num_ops + 1], when each operation was complete, and last when the step began.
-        after: int64 [num_ops], how many leading operations each one waits for.
     """
-    # an operation that runs beside the one before starts when what both wait for is complete
-    return np.maximum(stamps[..., :-1] - stamps[..., after - 1], 0)
+    return np.diff(np.maximum.accumulate(np.roll(stamps, 1, axis=-1), axis=-1), axis=-1)
 
 
 def operation_ticks(program: Program) -> npt.NDArray[np.int64]:
     """Ticks of each operation of the step that a program ran last, int64 [num_ops]."""
-    return ticks_between(program.stamps, program.ops[:, AFTER // 8])
+    return ticks_between(program.stamps)
 
 
 def timed_rows(

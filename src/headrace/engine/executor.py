@@ -19,8 +19,8 @@ from headrace.kernels.runtime import Program, Team
 from headrace.kv.pages import pages_for
 from headrace.model.config import ModelConfig
 from headrace.model.graph import Attention, Operation
+from headrace.model.step import MAX_STEP_TOKENS
 
-MAX_STEP_TOKENS = 256
 MAX_STEP_OUTPUTS = 64
 _SHAPES_KEPT = 6
 

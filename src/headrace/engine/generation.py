@@ -12,7 +12,7 @@ from headrace.engine.accounts import Account, OperationAccount
 from headrace.engine.results import FinishReason, GenerationResult, Piece, Timings, TokenLogprob, Usage
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sequence import Sequence as TokenSequence
-from headrace.errors import ContextOverflowError
+from headrace.errors import ContextOverflowError, HeadraceError
 from headrace.text.detokenizer import StreamingDetokenizer
 from headrace.text.tokenizer import Tokenizer
 
@@ -33,6 +33,9 @@ class Generation(Iterator[Piece]):
     """Iterate for pieces of text as they come; afterwards `result` holds everything about the answer.
 
     The first step prefills the prompt. Closing early, by `cancel` or by leaving the loop, keeps what was made so far.
+
+    Attributes:
+        failed: an error ended the answer; it was raised to whoever asked for the next piece.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Generation(Iterator[Piece]):
         self._clock, self._on_end = clock, on_end
         self._detokenizer = StreamingDetokenizer(tokenizer, plan.stop)
         self._cancelled = False
+        self.failed = False
+        self._history = list(plan.prompt_ids)
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
@@ -102,25 +107,24 @@ class Generation(Iterator[Piece]):
         return self._prefill.operations() + self._decode.operations()
 
     def _run(self) -> Iterator[Piece]:
-        start = self._clock()
+        token_ids: Sequence[int] = self._plan.prompt_ids[self._plan.cached_tokens :]
+        account, phase = self._prefill, 0
         try:
-            logits = self._compute(self._plan.prompt_ids[self._plan.cached_tokens :], self._prefill)
-            while (piece := self._commit(logits)) is not None:
-                now = self._clock()
-                self._book(start, now)
+            while self._finish is None:
+                start = self._clock()
+                piece = self._commit(self._compute(token_ids, account))
+                # what the reader of a piece does until it asks for the next one is no part of it
+                self._times[phase] += self._clock() - start
+                if piece is None:
+                    break
                 if piece.text or piece.token_ids:
                     yield piece
-                if self._finish is not None:
-                    break
-                logits = self._compute(self._token_ids[-1:], self._decode)
+                token_ids, account, phase = self._token_ids[-1:], self._decode, 1
+        except HeadraceError:
+            self.failed = True
+            raise
         finally:
             self._end("cancelled")
-
-    def _book(self, start: float, now: float) -> None:
-        if len(self._token_ids) <= 1 and not self._times[0]:
-            self._times[0] = now - start
-        else:
-            self._times[1] = now - start - self._times[0]
 
     def _compute(self, token_ids: Sequence[int], account: Account) -> npt.NDArray[np.float32]:
         self._sequence.accounts.append(account)
@@ -133,7 +137,7 @@ class Generation(Iterator[Piece]):
         """Samples a token; None if the answer was cancelled before it."""
         if self._cancelled:
             return None
-        history = [*self._plan.prompt_ids, *self._token_ids]
+        history = self._history
         sampled = self._sampler.sample(logits, history, len(history))
         if sampled.token_id in self._tokenizer.end_ids:
             self._finish = "stop"
@@ -141,6 +145,7 @@ class Generation(Iterator[Piece]):
             self._text.append(text)
             return Piece(text, ())
         self._token_ids.append(sampled.token_id)
+        history.append(sampled.token_id)
         logprobs = self._named(sampled)
         self._logprobs += logprobs
         text = self._detokenizer.push(sampled.token_id)
@@ -148,7 +153,7 @@ class Generation(Iterator[Piece]):
             self._finish = "stop"
         elif len(self._token_ids) >= self._plan.max_tokens:
             self._finish = "length"
-        elif len(history) + 1 >= self._plan.context_tokens:
+        elif len(history) >= self._plan.context_tokens:
             self._finish = "context"
         if self._finish is not None:
             text += self._detokenizer.finish()

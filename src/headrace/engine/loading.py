@@ -31,6 +31,9 @@ from headrace.weights.gguf import GgufFile
 from headrace.weights.pack import pack_rows
 from headrace.weights.progress import Progress
 
+Check = Callable[[ModelConfig, int], None]
+"""Is given a model's shape and the bytes of its packed weights, and raises if that cannot be loaded."""
+
 _HASH_CHUNK_BYTES = 1 << 22
 
 
@@ -56,7 +59,7 @@ class LoadedWeights:
 
 
 def load_weights(
-    path: Path, packed_dir: Path | None, progress: Progress, check: Callable[[ModelConfig, int], object]
+    path: Path, packed_dir: Path | None, progress: Progress, check: Check | None = None
 ) -> LoadedWeights:
     """Maps the packed form of a model file, packing it first if need be; without a folder, packs into memory.
 
@@ -64,7 +67,7 @@ def load_weights(
         path: the GGUF file.
         packed_dir: where packed files lie.
         progress: is told of hashing and packing.
-        check: is called with the model's shape and the bytes of its packed weights before anything is packed, to refuse.
+        check: may refuse a model before it is packed.
 
     Raises:
         ModelFileError: the model file is damaged or not supported.
@@ -172,7 +175,7 @@ def _from_packed(packed: PackedFile) -> LoadedWeights:
 
 
 def _pack(
-    path: Path, target: Path | None, progress: Progress, check: Callable[[ModelConfig, int], object]
+    path: Path, target: Path | None, progress: Progress, check: Check | None
 ) -> LoadedWeights:
     with GgufFile.open(path) as gguf:
         config = read_config(gguf)
@@ -182,7 +185,8 @@ def _pack(
             raise ModelFileError(
                 f"{path.name} has {tokenizer.vocab_size} tokens and embeddings for {config.vocabulary}: the file is damaged"
             )
-        check(config, plan.num_bytes)
+        if check is not None:
+            check(config, plan.num_bytes)
         sections = _sections(gguf, config, plan, tokenizer.to_json(), progress.advance)
         facts = {
             "config": config.to_json(),

@@ -22,7 +22,7 @@ from headrace.config import Config, check_threads
 from headrace.engine import machine
 from headrace.engine.accounts import Account
 from headrace.engine.executor import Executor
-from headrace.engine.fit import MemoryPlan, plan_memory
+from headrace.engine.fit import plan_memory
 from headrace.engine.generation import Generation, GenerationPlan, check_room
 from headrace.engine.loading import LoadedWeights, load_weights, prepare_kernels
 from headrace.engine.records import Places, kernels_of
@@ -75,11 +75,11 @@ def load(
     library = KernelLibrary(settings.kernels_dir if cache else None, level)
     free_bytes = machine.read_memory().free_bytes  # before weights are packed into it
 
-    def plan(shape: ModelConfig, weights_bytes: int) -> MemoryPlan:
-        return plan_memory(shape, weights_bytes, context, free_bytes)
+    def check(shape: ModelConfig, weights_bytes: int) -> None:
+        plan_memory(shape, weights_bytes, context, free_bytes)
 
-    weights = load_weights(path, settings.packed_dir if cache else None, shown, plan)
-    loaded = Model(path, weights, library, threads=team, plan=plan(weights.config, weights.num_bytes), progress=shown)
+    weights = load_weights(path, settings.packed_dir if cache else None, shown, check)
+    loaded = Model(path, weights, library, threads=team, context=context, progress=shown, free_bytes=free_bytes)
     loaded.load_s = time.perf_counter() - start
     return loaded
 
@@ -94,12 +94,14 @@ class Model:
         library: KernelLibrary,
         *,
         threads: int,
-        plan: MemoryPlan,
+        context: int | None,
         progress: Progress,
+        free_bytes: int | None = None,
     ) -> None:
         self.path, self.threads, self.load_s = path, threads, 0.0
         self.config, self.tokenizer = weights.config, weights.tokenizer
         self._weights, self._library = weights, library
+        plan = plan_memory(self.config, weights.num_bytes, context, free_bytes)
         self.context_tokens = plan.context_tokens
         self.graph = build_graph(self.config, weights.matrices)
         prepare_kernels(library, [*kernels_of(self.graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress)

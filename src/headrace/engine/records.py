@@ -22,7 +22,7 @@ from headrace.kernels.tables import state_bytes
 from headrace.kv.pages import PAGE_TOKENS, layer_bytes
 from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
-from headrace.model.step import MAX_STATES_BYTES
+from headrace.model.step import states_buffer_bytes
 from headrace.model.graph import Attention, Embed, Merge, Operation, Product, Rope, Rows, activation_row_bytes
 
 _ACTIVATIONS = {"": NONE, "silu": SILU, "gelu": GELU}
@@ -47,7 +47,7 @@ class Buffers:
 
     def __init__(self, config: ModelConfig, graph: tuple[Operation, ...], max_tokens: int, max_outputs: int) -> None:
         self.strides = _strides(config, graph)
-        self.states_bytes = max(max_tokens * config.heads * state_bytes(config.head_width), MAX_STATES_BYTES)
+        self.states_bytes = states_buffer_bytes(config)
         sizes = {name: stride * (max_outputs if name in ("last", "logits") else max_tokens) for name, stride in self.strides.items()}
         sizes["states"] = self.states_bytes
         self.offsets: dict[str, int] = {}
@@ -171,7 +171,7 @@ class RecordBuilder:
             groups = min(groups, max(1, matrix.groups // (_FEWEST_BLOCKS * self._threads)))
         groups = max(groups, -(-matrix.groups // (MAX_BLOCKS // 4)))
         groups = round_up(groups, group_step)
-        form = self._forms[op.source]
+        form = self._forms[op]
         source = self._buffers.address(op.source)
         return {
             NUM_BLOCKS: -(-matrix.groups // groups) * -(-tokens // token_step),
@@ -294,15 +294,21 @@ class RecordBuilder:
         }
 
 
-def _forms(config: ModelConfig, graph: tuple[Operation, ...]) -> dict[str, tuple[int, int]]:
-    """Bytes of the two parts of each activation buffer's rows."""
-    forms = {}
+def _forms(config: ModelConfig, graph: tuple[Operation, ...]) -> dict[Product, tuple[int, int]]:
+    """Bytes of the two parts of the activation rows that each product reads.
+
+    A buffer's rows have other parts in each layer, if the formats of the matrices that read it differ.
+    """
+    forms: dict[Product, tuple[int, int]] = {}
+    written: dict[str, tuple[int, int]] = {}
     for op in graph:
         if isinstance(op, Rows):
-            forms[op.output] = activation_row_bytes(op.columns, quantised=op.quantised, floats=op.floats)
+            written[op.output] = activation_row_bytes(op.columns, quantised=op.quantised, floats=op.floats)
         elif isinstance(op, Merge):
             columns = config.heads * config.head_width
-            forms["attended"] = activation_row_bytes(columns, quantised=op.quantised, floats=op.floats)
+            written["attended"] = activation_row_bytes(columns, quantised=op.quantised, floats=op.floats)
+        elif isinstance(op, Product):
+            forms[op] = written[op.source]
     return forms
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.batch import Slice
-from headrace.engine.executor import MAX_STEP_OUTPUTS, MAX_STEP_TOKENS, Executor
-from headrace.errors import ContextOverflowError, OptionError
+from headrace.engine.executor import MAX_STEP_OUTPUTS, Executor
+from headrace.errors import ContextOverflowError, NumericError, OptionError
 from headrace.kv.pages import PAGE_TOKENS, PageArena, pages_for
-from headrace.model.step import LedgerTotals, SequenceStep
+from headrace.model.step import MAX_STEP_TOKENS, LedgerTotals, SequenceStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,7 +64,10 @@ class Sequence:
         return logits
 
     def append_all(self, token_ids: Tokens[int]) -> npt.NDArray[np.float32]:
-        """Like `append`, but gives the logits of every token: float32 [T, V], a copy."""
+        """Like `append`, but gives the logits of every token: float32 [T, V], a copy.
+
+        Raises as `append` does, and NumericError if a logit is not finite.
+        """
         return np.concatenate([rows.copy() for rows in self.steps(token_ids, outputs=MAX_STEP_OUTPUTS)])
 
     def truncate(self, num_tokens: int) -> None:
@@ -95,7 +98,7 @@ class Sequence:
     ) -> Iterator[npt.NDArray[np.float32]]:
         """Computes tokens chunk by chunk; gives the logits of the last `outputs` tokens of each chunk, or of all of it.
 
-        Raises as `append` does.
+        Raises as `append` does, and NumericError if more than one output is asked for and one is not finite.
         """
         ids = list(token_ids)
         if not ids:
@@ -109,7 +112,14 @@ class Sequence:
             if start and cancelled is not None and cancelled():
                 return
             chunk = ids[start : start + size]
-            yield self._step(chunk, min(outputs, len(chunk)))
+            rows = self._step(chunk, min(outputs, len(chunk)))
+            # a single row is for the sampler, which looks at every value anyway
+            if outputs > 1 and not np.isfinite(rows).all():
+                raise NumericError(
+                    f"the logits of tokens {start} to {start + len(chunk) - 1} are not finite: the model file is damaged or "
+                    "its values overflow; fetch or convert it again"
+                )
+            yield rows
 
     def _reserve(self, num_tokens: int) -> None:
         """Takes pages for a number of tokens, all or none."""

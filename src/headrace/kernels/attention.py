@@ -370,4 +370,6 @@ def commit_merge(op: int, block: int, scratch: int) -> None:
     """Copies the output rows."""
     t0, t1 = _merge_range(op, block)
     stride = load_i64(op + MERGE_OUTPUT_STRIDE)
-    copy_bytes(load_i64(op + MERGE_OUTPUT) + t0 * stride, scratch, (t1 - t0) * stride)
+    row_bytes = load_i64(op + MERGE_QUANTISED) + load_i64(op + MERGE_FLOATS)
+    for t in range(t1 - t0):
+        copy_bytes(load_i64(op + MERGE_OUTPUT) + (t0 + t) * stride, scratch + t * stride, row_bytes)

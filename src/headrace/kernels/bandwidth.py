@@ -17,9 +17,9 @@ from headrace.kernels.program import COMMIT, COMPUTE, NUM_BLOCKS
 from headrace.kernels.runtime import Memory, Program, Team
 
 KERNELS = ("probes.read", "probes.nothing")
-MEMORY_BYTES = 128 << 20
+MEMORY_BYTES = 96 << 20
 """Far beyond most caches, and little enough to stay within a run's working memory."""
-_CACHE_MULTIPLE = 4
+_CACHE_MULTIPLE = 3
 _LARGEST_BLOCK_BYTES = 1 << 20
 _RUNS = 7
 _SHORTEST_RUN_BYTES = 64 << 20

@@ -20,11 +20,13 @@ from typing import Any
 
 from numba import njit
 
+from headrace.kernels import level as _level
 from headrace.kernels.packed import PACKED
 from headrace.kernels.tiles import (
     accumulate,
     add_broadcast,
     add_ints,
+    add_tiles,
     dot4_narrow,
     dot4_signed,
     dot4_unsigned,
@@ -34,6 +36,7 @@ from headrace.kernels.tiles import (
     subtract_offset,
     subtract_scaled_sums,
     widen,
+    zero_floats,
     zero_ints,
     zero_narrow,
 )
@@ -126,14 +129,31 @@ def _step4(total: Any, weights: int, x: int, stride: int, j: int) -> Any:
 
 
 @inline
+def _low5(nibbles: Any, high: Any, j: int) -> Any:
+    """5-bit weights of columns 4j.. of a vector of nibbles and one of high bits."""
+    return mask_bytes(nibbles, 15) | _high_to_bit4(high, j)
+
+
+@inline
+def _top5(nibbles: Any, high: Any, j: int) -> Any:
+    """5-bit weights of columns 16 + 4j.. ."""
+    return shift_bytes_right(nibbles, 4) | _high_to_bit4(high, j + 4)
+
+
+@inline
 def _step5(first: Any, second: Any, weights: int, high: Any, x: int, stride: int, j: int) -> Any:
-    """8 columns of 5-bit weights; the halves are apart because a narrow sum holds 4 products of them."""
+    """8 columns of 5-bit weights; the halves are apart where a narrow sum holds only 4 products of them."""
     nibbles = load_bytes(weights + 64 * j)
-    low = mask_bytes(nibbles, 15) | _high_to_bit4(high, j)
-    first = dot4_narrow(first, low, x + 4 * j, stride)
-    top = shift_bytes_right(nibbles, 4) | _high_to_bit4(high, j + 4)
-    second = dot4_narrow(second, top, x + 16 + 4 * j, stride)
-    return first, second
+    first = dot4_narrow(first, _low5(nibbles, high, j), x + 4 * j, stride)
+    return first, dot4_narrow(second, _top5(nibbles, high, j), x + 16 + 4 * j, stride)
+
+
+@inline
+def _step5_wide(total: Any, weights: int, high: Any, x: int, stride: int, j: int) -> Any:
+    """The same into one sum, where sums are wide."""
+    nibbles = load_bytes(weights + 64 * j)
+    total = dot4_narrow(total, _low5(nibbles, high, j), x + 4 * j, stride)
+    return dot4_narrow(total, _top5(nibbles, high, j), x + 16 + 4 * j, stride)
 
 
 @inline
@@ -159,9 +179,16 @@ def _step3(first: Any, second: Any, low_pairs: Any, high_pairs: Any, high: Any, 
 
 def _block_function(rows: int, five_bits: bool) -> Callable[..., Any]:
     """The integer sums of 32 columns of 4- or 5-bit weights. Steps are written out: their shifts are constants."""
+    narrow = _level.current().name == "avx2"
 
     @inline
     def block(weights: int, high_bits: int, x: int, stride: int) -> Any:
+        if five_bits and not narrow:
+            high = load_bytes(high_bits)
+            total = _step5_wide(zero_narrow(rows), weights, high, x, stride, 0)
+            total = _step5_wide(total, weights, high, x, stride, 1)
+            total = _step5_wide(total, weights, high, x, stride, 2)
+            return widen(_step5_wide(total, weights, high, x, stride, 3))
         if five_bits:
             high = load_bytes(high_bits)
             first, second = _step5(zero_narrow(rows), zero_narrow(rows), weights, high, x, stride, 0)
@@ -336,9 +363,12 @@ def _float_unit(rows: int, name: str) -> Callable[..., Any]:
 
     @inline
     def unit(sums: Any, weights: int, columns: int, stride: int, records: int) -> Any:
-        for c in range(32):
+        # even and odd columns apart: two chains of sums keep up with memory, one does not
+        odd = zero_floats(rows)
+        for c in range(0, 32, 2):
             sums = add_broadcast(sums, load(weights + step * c), columns + 4 * c, stride)
-        return sums
+            odd = add_broadcast(odd, load(weights + step * c + step), columns + 4 * c + 4, stride)
+        return add_tiles(sums, odd)
 
     return unit
 
@@ -358,6 +388,16 @@ _MAKERS: dict[str, Callable[[int, str], Callable[..., Any]]] = {
     "Q5_K": _k45_unit,
     "Q6_K": _k6_unit,
 }
+
+
+_TWO_SUMS = ("Q2_K", "Q3_K", "Q6_K", "F32", "F16", "BF16")
+
+
+def tile_rows(name: str) -> int:
+    """Rows of activations in a tile of a format: fewer where each row needs two sums in registers."""
+    level = _level.current()
+    two_sums = name in _TWO_SUMS or (level.name == "avx2" and name.startswith("Q5"))
+    return level.tile_tokens_two_sums if two_sums else level.tile_tokens
 
 
 def unit_function(name: str, rows: int) -> Callable[..., Any]:

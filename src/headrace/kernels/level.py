@@ -20,7 +20,8 @@ class Level:
     """One target of compilation.
 
     `cpu` and `features` are LLVM names, empty for the host's own. `tile_tokens` is how many rows of activations a
-    matrix-matrix kernel keeps in registers, `attention_rows` how many query rows an attention kernel does.
+    matrix-matrix kernel keeps in registers, `tile_tokens_two_sums` where each row needs two sums, and `score_panels` how
+    many panels of keys attention takes at once.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Level:
     cpu: str
     features: str
     tile_tokens: int
-    attention_rows: int
+    tile_tokens_two_sums: int
     score_panels: int
 
 
@@ -38,8 +39,8 @@ LEVELS = {
     for level in (
         Level("portable", (), (), "generic", "", 4, 4, 1),
         Level("neon", ("aarch64", "arm64"), ("neon", "dotprod", "fullfp16"), "", "", 4, 4, 1),
-        Level("avx2", ("x86_64", "amd64"), ("avx2", "fma", "f16c"), "x86-64-v3", "+f16c,+fma,+avx2", 2, 4, 1),
-        Level("avx512", ("x86_64", "amd64"), ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"), "", "", 8, 4, 2),
+        Level("avx2", ("x86_64", "amd64"), ("avx2", "fma", "f16c"), "x86-64-v3", "+f16c,+fma,+avx2", 4, 2, 1),
+        Level("avx512", ("x86_64", "amd64"), ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni"), "", "", 8, 6, 2),
     )
 }
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace.kernels import level as _level
-from headrace.kernels.dots import inline, unit_function
+from headrace.kernels.dots import inline, tile_rows, unit_function
 from headrace.kernels.math import gelu, silu
 from headrace.kernels.packed import PACKED
 from headrace.kernels.fields.matmul import (
@@ -56,8 +55,8 @@ def block_range(op: int, block: int) -> Any:
 def compute_function(name: str) -> Callable[[int, int, int], None]:
     """The compute function for one packed format."""
     layout = PACKED[name]
-    tile = _level.current().tile_tokens
-    one_row, tile_rows = unit_function(name, 1), unit_function(name, tile)
+    tile = tile_rows(name)
+    one_row, more_rows = unit_function(name, 1), unit_function(name, tile)
     unit_bytes = layout.unit_bytes
     lines = min(unit_bytes // 64, 16) + 1
     column_step = layout.unit_columns * (1 if layout.integer_activations else 4)
@@ -79,7 +78,7 @@ def compute_function(name: str) -> Callable[[int, int, int], None]:
     def many(weights: int, units: int, x: int, stride: int, records: int, out: int, out_stride: int) -> None:
         sums = zero_floats(tile)
         for _ in range(units):
-            sums = tile_rows(sums, weights, x, stride, records)
+            sums = more_rows(sums, weights, x, stride, records)
             weights += unit_bytes
             x += column_step
             records += record_step

@@ -187,5 +187,5 @@ def commit(op: int, block: int, scratch: int) -> None:
         total = scratch + t * (4 * columns + stride)
         if sums != 0:
             copy_bytes(sums + (t0 + t) * load_i64(op + SUM_STRIDE), total, 4 * columns)
-        copy_bytes(load_i64(op + OUTPUT) + (t0 + t) * stride, total + 4 * columns, stride)
+        copy_bytes(load_i64(op + OUTPUT) + (t0 + t) * stride, total + 4 * columns, load_i64(op + QUANTISED) + load_i64(op + FLOATS))
 

@@ -119,9 +119,8 @@ def _wait(control: int, thread: int, op: int, sync: int, stamp: int, serial: int
 
 
 @inline
-def _walk(control: int, thread: int, serial: int, number: int) -> int:
+def _walk(control: int, thread: int, program: int, serial: int, number: int) -> int:
     """Works through the step's operations; 1 when all were claimed, LATE if the step is over."""
-    program = atomic_load(control + PROGRAM)
     ops, num_ops = load_i64(program + PROGRAM_OPS), load_i64(program + PROGRAM_NUM_OPS)
     stamps, syncs = load_i64(program + PROGRAM_STAMPS), load_i64(control + SYNC)
     scratch = load_i64(thread + SCRATCH)
@@ -184,7 +183,9 @@ def run_step(control: int, program: int, serial: int) -> None:
         mutex_lock(control + MUTEX)
         condition_broadcast(control + CONDITION)
         mutex_unlock(control + MUTEX)
-    _walk(control, control + THREADS, serial, 0)
+    _walk(control, control + THREADS, program, serial, 0)
+    # nobody enters a step that is over: from here on the program is read only by those who are inside
+    atomic_store(control + SERIAL, -serial)
 
 
 def work(control: int, number: int, unused: int) -> None:
@@ -206,8 +207,10 @@ def work(control: int, number: int, unused: int) -> None:
             return
         serial = atomic_load(control + SERIAL)
         atomic_store(thread + INSIDE, serial)
-        # the program of this step may have been given up between the two lines above
+        program = atomic_load(control + PROGRAM)
+        # the step may have ended, and its program been given up, before the two lines above
         if atomic_load(control + SERIAL) == serial:
-            _walk(control, thread, serial, number)
+            if serial > 0:
+                _walk(control, thread, program, serial, number)
             seen = serial
         atomic_store(thread + INSIDE, 0)

@@ -13,10 +13,13 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import ModelFileError
+from headrace.errors import ModelFileError, UnsupportedModelError
 from headrace.kernels.packed import PACKED, ROWS, PackedFormat, groups, packed_bytes
 from headrace.model.config import ModelConfig
 from headrace.weights.gguf import GgufFile, GgufTensor
+from headrace.weights.metadata import shown
+
+_ROPE_FACTORS = "rope_freqs.weight"  # read by the architecture
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Matrices:
     matrices: dict[str, Matrix]
     vectors: dict[str, int]
 
+    @property
+    def num_bytes(self) -> int:
+        """Packed size of all matrices and vectors."""
+        return sum(matrix.num_bytes for matrix in self.matrices.values()) + 4 * sum(self.vectors.values())
+
     def part(self, layer: int, tensor: str) -> tuple[Matrix, int]:
         """The matrix that holds a layer's tensor, and the tensor's number within it."""
         name = f"blk.{layer}.{tensor}.weight"
@@ -71,11 +79,13 @@ def plan_matrices(gguf: GgufFile, config: ModelConfig) -> Matrices:
 
     Raises:
         ModelFileError: a tensor is missing or has another shape.
+        UnsupportedModelError: there are tensors that this architecture does not have.
     """
     planner = _Planner(gguf, config)
     for layer in range(len(config.layers)):
         planner.add_layer(layer)
     planner.add_ends()
+    planner.check_complete()
     return Matrices(planner.matrices, planner.vectors)
 
 
@@ -122,6 +132,16 @@ class _Planner:
         if "output.weight" in self._gguf.tensors:
             self._add("logits", [self._gguf.require_tensor("output.weight", shape)])
         self._vector("output_norm.weight", self._config.embedding_width)
+
+    def check_complete(self) -> None:
+        """Refuses files with tensors that nobody reads: a bias or an adapter left out would change every answer."""
+        read = {name for matrix in self.matrices.values() for name in matrix.tensors} | set(self.vectors) | {_ROPE_FACTORS}
+        unread = [name for name in self._gguf.tensors if name not in read]
+        if unread:
+            raise UnsupportedModelError(
+                f"{self._gguf.path.name} has {len(unread)} tensors that its architecture "
+                f"{self._config.architecture!r} does not have here, the first is {shown(unread[0])}: use another model"
+            )
 
     @staticmethod
     def _name(layer: int, tensor: str) -> str:

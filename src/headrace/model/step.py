@@ -4,7 +4,8 @@ Every reader of a step shares these rows: the engine fills in measured time, `ex
 `plan` prices them elsewhere, `fabric` maps the kernels behind them.
 
 Bytes are those that an operation's kernel touches outside its thread's own scratch, each address once per operation;
-a test counts them by an instrumented build. Sharing work out among threads is part of a step, since attention's
+a test counts them by an instrumented build. Two things are taken for whole: the 16-byte record of a block of quantised
+activations, of which each format reads other fields, and the tokens of a batch, as if no two had the same id or position. Sharing work out among threads is part of a step, since attention's
 partial states are bytes too: `attention_parts` decides it, and the engine follows.
 """
 
@@ -23,7 +24,8 @@ PAGE_TOKENS = 32
 """Tokens in a page of keys and values."""
 ATTENTION_ROWS = 48  # query rows in a block of attention, about
 _BLOCKS_PER_THREAD = 4
-MAX_STATES_BYTES = 16 << 20
+MAX_STEP_TOKENS = 256
+_MIN_STATES_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class AttentionParts:
     def states(self) -> int:
         """Partial states of each row."""
         return self.segments if self.split else 1
+
+
+def states_buffer_bytes(config: ModelConfig) -> int:
+    """Room for attention's partial states: one for each token of the largest step, and enough to split long pasts."""
+    return max(MAX_STEP_TOKENS * config.heads * state_bytes(config.head_width), _MIN_STATES_BYTES)
 
 
 def attention_parts(
@@ -215,7 +222,7 @@ class StepLedger:
         config, made = self._config, []
         rows = sum(part.new_tokens for part in batch)
         size = config.heads * state_bytes(config.head_width)
-        budget = max(MAX_STATES_BYTES, rows * size) - rows * size
+        budget = states_buffer_bytes(config) - rows * size
         for part in batch:
             parts = attention_parts(config, part, window, self._threads, budget)
             budget -= (parts.states - 1) * part.new_tokens * size
@@ -242,9 +249,12 @@ class StepLedger:
         )
 
     def _merge_reads(self, window: int, batch: Sequence[SequenceStep]) -> LedgerRow:
-        parts = self._parts(window, batch)
-        states = sum(part.new_tokens * shared.states for part, shared in zip(batch, parts, strict=True))
-        read = states * self._config.heads * (4 * self._config.head_width + 8)
+        """Maximum and sum of every state, and the output of those that are not of a segment the token does not see."""
+        states = outputs = 0
+        for part, shared in zip(batch, self._parts(window, batch), strict=True):
+            states += part.new_tokens * shared.states
+            outputs += _seen_segments(part, window) if shared.split else part.new_tokens
+        read = self._config.heads * (8 * states + 4 * self._config.head_width * outputs)
         return LedgerRow("merge", -1, "f32", activation_bytes=read)
 
     def _merge_writes(self, op: Operation, batch: Sequence[SequenceStep]) -> LedgerRow:
@@ -260,3 +270,10 @@ def _visible_tokens(first: int, end: int, window: int) -> int:
     if not window:
         return (end * (end + 1) - first * (first + 1)) // 2
     return sum(min(position + 1, window) for position in range(first, end))
+
+
+def _seen_segments(part: SequenceStep, window: int) -> int:
+    """The segments that each new token sees something of, added up."""
+    positions = range(part.past_tokens, part.past_tokens + part.new_tokens)
+    lowest = (max(0, position - window + 1) if window else 0 for position in positions)
+    return sum(position // SEGMENT_TOKENS + 1 - low // SEGMENT_TOKENS for position, low in zip(positions, lowest, strict=True))

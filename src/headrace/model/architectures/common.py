@@ -84,7 +84,9 @@ def read_rope(gguf: GgufFile, head_width: int, base_key: str, default_base: floa
             f"{gguf.path.name} rotates {rotated} dimensions of a head: Headrace rotates multiples of {_HEAD_MULTIPLE} only"
         )
     base = gguf.get_float(base_key, default_base, minimum=1.0, maximum=1e12)
-    kind = gguf.get_str(f"{prefix}.rope.scaling.type", "none")
+    # a factor alone means linear scaling, as in llama.cpp
+    implied = "linear" if f"{prefix}.rope.scaling.factor" in gguf.metadata else "none"
+    kind = gguf.get_str(f"{prefix}.rope.scaling.type", implied)
     scale = 1.0
     if kind == "linear":
         scale = 1.0 / gguf.require_float(f"{prefix}.rope.scaling.factor", minimum=1e-6, maximum=1e6)

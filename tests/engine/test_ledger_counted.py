@@ -1,0 +1,193 @@
+"""The ledger's bytes are the bytes that the kernels touch: counted, access by access, in a build that reports them.
+
+Every operation of a step runs alone; each byte counts once per operation. Scratch, programs and tables are not counted,
+and no byte may be touched that belongs to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from tiny.models import TinySpec
+
+from headrace.config import Config
+from headrace.engine.batch import Slice
+from headrace.engine.loading import load_weights
+from headrace.engine.model import Model
+from headrace.kernels.fields import matmul
+from headrace.kernels.level import host_levels
+from headrace.kernels.library import _KERNEL, KernelLibrary
+from headrace.kernels.packed import RECORD_BYTES
+from headrace.kernels.program import COMMIT, COMPUTE, NUM_BLOCKS
+from headrace.kernels.runtime import Program
+from headrace.model.graph import Product
+from headrace.model.step import LedgerTotals, SequenceStep
+from headrace.weights.progress import NullProgress
+
+if TYPE_CHECKING:
+    from conftest import TinyModels
+
+# formats of every kind of layout: bytes with a scale, nibbles with a minimum, 256 columns, floats
+SPECS = {
+    "llama": TinySpec(format="Q8_0", formats={"attn_k": "F16", "ffn_up": "Q4_1", "blk.1.": "F16", "blk.1.ffn_down": "Q8_0"}),
+    "gemma3": TinySpec(
+        "gemma3",
+        format="Q8_0",
+        formats={"attn_output": "Q6_K", "ffn_down": "F16"},
+        heads=4,
+        kv_heads=2,
+        head_width=64,
+        layers=6,
+        window=20,
+    ),
+}
+CLASSES = ("weight_bytes", "kv_read_bytes", "kv_write_bytes", "activation_bytes")
+# (past, new, outputs) of each sequence: decoding, with a past in three segments; a prompt; chunks in which some tokens do
+# not see the last segment, others not the first; a batch
+STEPS = (
+    [(0, 1, 1)],
+    [(5, 1, 1)],
+    [(400, 1, 1)],
+    [(0, 13, 3)],
+    [(250, 9, 1)],
+    [(270, 5, 5)],
+    [(300, 1, 1), (40, 2, 2), (0, 5, 1)],
+)
+
+
+@dataclass
+class Counter:
+    """Receives accesses; `take` gives those since the last call."""
+
+    accesses: list[tuple[int, int, bool]]
+
+    def __call__(self, address: int, num_bytes: int, is_store: bool) -> None:
+        self.accesses.append((address, num_bytes, is_store))
+
+    def take(self) -> np.ndarray:
+        """int64 [N, 3]: address, bytes, store."""
+        taken = np.array(self.accesses or np.zeros((0, 3)), np.int64)
+        self.accesses.clear()
+        return np.unique(taken, axis=0)
+
+
+class CountedModel:
+    """A model whose steps run operation by operation, and report the bytes that each touched."""
+
+    def __init__(self, model: Model, counter: Counter) -> None:
+        self.model, self._counter = model, counter
+        self.counts: list[dict[str, int]] = []
+        model._executor.team.run = self._run  # type: ignore[method-assign]
+
+    def _run(self, program: Program) -> None:
+        self.counts = []
+        scratch = self.model._executor.team._memory
+        _, scratch_at, _ = self._region(scratch)
+        for op, record in zip(self.model.graph, program.ops, strict=True):
+            compute, commit = _KERNEL(int(record[COMPUTE // 8])), _KERNEL(int(record[COMMIT // 8]))
+            out = np.zeros(2, np.int64)
+            where = out.ctypes.data
+            self._counter.take()
+            for block in range(int(record[NUM_BLOCKS // 8])):
+                for kernel in (compute, commit):
+                    kernel(where, where, record.ctypes.data, block, scratch_at)
+            accesses = self._counter.take()
+            if isinstance(op, Product) and op.matrix.layout.integer_activations:
+                accesses = _whole_records(accesses, record)
+            self.counts.append(self._count(accesses, program))
+
+    @staticmethod
+    def _region(memory: Any) -> tuple[str, int, int]:
+        return "", memory.address, memory.address + memory.num_bytes
+
+    def _count(self, accesses: np.ndarray, program: Program) -> dict[str, int]:
+        model, executor = self.model, self.model._executor
+        packed = model._weights.packed
+        regions = [("weight_bytes", packed.address, packed.address + len(packed.bytes))]
+        owners = [("kv", model._arena._memory), ("activation_bytes", executor.buffers.memory)]
+        owners += [("activation_bytes", memory) for memory in executor._angles._memories]
+        owners += [("", program.memory), ("", executor.team._memory)]
+        regions += [(name, *self._region(memory)[1:]) for name, memory in owners]
+        counts = dict.fromkeys(CLASSES, 0)
+        known = np.zeros(len(accesses), bool)
+        for name, start, end in regions:
+            inside = (accesses[:, 0] >= start) & (accesses[:, 0] + accesses[:, 1] <= end)
+            known |= inside
+            if name == "kv":
+                counts["kv_read_bytes"] += _distinct(accesses[inside & (accesses[:, 2] == 0)])
+                counts["kv_write_bytes"] += _distinct(accesses[inside & (accesses[:, 2] == 1)])
+            elif name:
+                counts[name] += _distinct(accesses[inside])
+        assert known.all(), "an operation touched memory that is not its own"
+        return counts
+
+
+def _whole_records(accesses: np.ndarray, record: np.ndarray) -> np.ndarray:
+    """Each format reads other fields of an activation block's record of 16 bytes; the ledger counts it whole."""
+    widened = accesses.copy()
+    stride, columns = int(record[matmul.INPUT_STRIDE // 8]), int(record[matmul.RECORDS // 8])
+    rows = int(record[matmul.TOKENS // 8])
+    offset = accesses[:, 0] - int(record[matmul.INPUT // 8])
+    in_records = (offset >= 0) & (offset < rows * stride) & (offset % stride >= columns)
+    widened[in_records, 0] -= offset[in_records] % RECORD_BYTES
+    widened[in_records, 1] = RECORD_BYTES
+    return widened
+
+
+def _distinct(accesses: np.ndarray) -> int:
+    """Bytes in the union of the accesses."""
+    parts = []
+    for size in np.unique(accesses[:, 1]):
+        starts = accesses[accesses[:, 1] == size, 0]
+        parts.append((starts[:, None] + np.arange(size)).reshape(-1))
+    return len(np.unique(np.concatenate(parts))) if parts else 0
+
+
+@pytest.fixture(scope="module")
+def counted(tiny_models: TinyModels) -> Iterator[dict[str, CountedModel]]:
+    counter = Counter([])
+    library = KernelLibrary(Config.from_environment().kernels_dir, host_levels()[-1], counting=counter)
+    models = {}
+    for name, spec in SPECS.items():
+        path = tiny_models.path(spec)
+        weights = load_weights(path, None, NullProgress())
+        model = Model(path, weights, library, threads=1, context=None, progress=NullProgress())
+        models[name] = CountedModel(model, counter)
+    yield models
+    for each in models.values():
+        each.model.close()
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_ledger_declares_the_bytes_that_kernels_touch(
+    counted: dict[str, CountedModel], name: str, step: Sequence[tuple[int, int, int]]
+) -> None:
+    model = counted[name].model
+    # ids and positions are all different, so that no embedding row or angle is shared by two tokens
+    sequences, slices, batch = [], [], []
+    ids = iter(range(model.vocab_size))
+    for past, new, outputs in step:
+        sequence = model.sequence()
+        sequence._reserve(past + new)
+        sequences.append(sequence)
+        slices.append(Slice([next(ids) for _ in range(new)], past, sequence._addresses, outputs))
+        batch.append(SequenceStep(new, past, outputs))
+    model._executor.run(slices)
+    for sequence in sequences:
+        sequence.close()
+    rows = model.step_ledger.rows(batch)
+    found = counted[name].counts
+    wrong = [
+        f"{row.operation} {row.format} of layer {row.layer}: {kind} {getattr(row, kind)} declared, {counts[kind]} touched"
+        for row, counts in zip(rows, found, strict=True)
+        for kind in CLASSES
+        if getattr(row, kind) != counts[kind]
+    ]
+    assert wrong == []
+    totals = LedgerTotals(1, sum(row.macs for row in rows), *(sum(each[kind] for each in found) for kind in CLASSES))
+    assert model.step_ledger.totals(batch) == totals
