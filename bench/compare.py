@@ -120,7 +120,8 @@ def measure_all(options: argparse.Namespace) -> tuple[list[f.Row], list[str], di
         session = Session(workers, models, cores, options.repeat, 24 if options.quick else 96, tell)
         for name in (section for section in SECTIONS if section in names):
             try:
-                rows += SECTIONS[name](session)
+                for row in SECTIONS[name](session):  # one by one: a failure keeps the rows before it
+                    rows.append(row)  # noqa: PERF402, see above
             except EngineError as error:
                 failures.append(f"- {name} could not be measured: {error}.")
         about = {engine: worker.about for engine, worker in workers.items() if worker.about}

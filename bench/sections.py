@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,27 +80,23 @@ class Session:
         return counts if self.cores == 1 else [*counts, (self.cores, f"{self.cores} threads")]
 
 
-def short(session: Session) -> list[f.Row]:
+def short(session: Session) -> Iterator[f.Row]:
     """Decoding with next to no past."""
-    rows = []
     for threads, title in session.thread_counts():
         runs = session.measure("smollm2", threads, "decode", depth=SHORT_TOKENS, tokens=session.gen_tokens)
         goal = 2.0 if threads == 1 else 3.0
-        rows.append(f.against("short", f"decode, smollm2, short context, {title}", "tok/s", runs, goal))
         session.undisturbed = statistics.median(runs[f.OURS])
-    return rows
+        yield f.against("short", f"decode, smollm2, short context, {title}", "tok/s", runs, goal)
 
 
-def depth(session: Session) -> list[f.Row]:
+def depth(session: Session) -> Iterator[f.Row]:
     """Decoding with a long past."""
-    rows = []
     for tokens, goal in ((2048, 4.0), (6144, 6.0)):
         runs = session.measure(
             "smollm2", session.cores, "decode", skip=("openvino",), depth=tokens, tokens=max(8, session.gen_tokens // 2)
         )
         name = f"decode, smollm2, {tokens:,} tokens of context, {session.cores} threads"
-        rows.append(f.against("depth", name, "tok/s", runs, goal))
-    return rows
+        yield f.against("depth", name, "tok/s", runs, goal)
 
 
 def prefill(session: Session) -> list[f.Row]:
@@ -125,9 +121,8 @@ def gemma3(session: Session) -> list[f.Row]:
     ]
 
 
-def neighbours(session: Session) -> list[f.Row]:
+def neighbours(session: Session) -> Iterator[f.Row]:
     """Decoding while others keep cores busy."""
-    rows = []
     if session.undisturbed is None:
         runs = session.measure("smollm2", session.cores, "decode", depth=SHORT_TOKENS, tokens=session.gen_tokens)
         session.undisturbed = statistics.median(runs[f.OURS])
@@ -136,10 +131,9 @@ def neighbours(session: Session) -> list[f.Row]:
         with busy_neighbours(count):
             runs = session.measure("smollm2", session.cores, "decode", depth=SHORT_TOKENS, tokens=session.gen_tokens)
         name = f"decode, smollm2, {session.cores} threads, beside {title}"
-        rows.append(f.against("neighbours", name, "tok/s", runs, goal))
+        yield f.against("neighbours", name, "tok/s", runs, goal)
         shares = tuple(run / session.undisturbed for run in runs[f.OURS])
-        rows.append(f.at_least("neighbours", "the same", "share of undisturbed speed", shares, kept))
-    return rows
+        yield f.at_least("neighbours", "the same", "share of undisturbed speed", shares, kept)
 
 
 def bandwidth(session: Session) -> list[f.Row]:
@@ -213,7 +207,7 @@ def memory(session: Session) -> list[f.Row]:
     ]
 
 
-SECTIONS: dict[str, Callable[[Session], list[f.Row]]] = {
+SECTIONS: dict[str, Callable[[Session], Iterable[f.Row]]] = {
     "short": short,
     "neighbours": neighbours,
     "depth": depth,

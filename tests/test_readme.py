@@ -15,6 +15,7 @@ import headrace
 from headrace import config
 from headrace.cli.app import VERBS
 from headrace.engine.results import Piece
+from headrace.engine.sampler import SamplingOptions
 from headrace.weights.formats import FORMATS
 from headrace.weights.sources import ALIASES
 
@@ -68,4 +69,5 @@ def test_readme_calls_take_the_arguments_it_names() -> None:
     for owner, call, arguments in re.findall(r"^\| `(\w+)\.(\w+)\((.*?)\)`", README, re.MULTILINE):
         function = getattr(headrace if owner == "headrace" else headrace.Model, call)
         named = {argument.strip().removesuffix("=") for argument in arguments.split(",")} - {"..."}
-        assert named <= set(inspect.signature(function).parameters), call
+        parameters = set(inspect.signature(function).parameters)
+        assert named <= (parameters | set(SamplingOptions.__annotations__) if "overrides" in parameters else parameters), call

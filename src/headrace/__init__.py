@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.config import Config
-    from headrace.engine.model import Chat, Generation, Model, load
+    from headrace.engine.generation import Generation
+    from headrace.engine.model import Chat, Model, load
     from headrace.engine.results import (
         FinishReason,
         GenerationResult,
-        LedgerTotals,
         Piece,
         Timings,
         TokenLogprob,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TemplateError,
         UnsupportedModelError,
     )
+    from headrace.model.step import LedgerTotals
     from headrace.text.chat_template import Message
 
 __version__ = "0.1.0"
@@ -49,11 +50,11 @@ _MODULE_OF = {
     "ContextOverflowError": "headrace.errors",
     "DownloadError": "headrace.errors",
     "FinishReason": "headrace.engine.results",
-    "Generation": "headrace.engine.model",
+    "Generation": "headrace.engine.generation",
     "GenerationResult": "headrace.engine.results",
     "HeadraceError": "headrace.errors",
     "KernelError": "headrace.errors",
-    "LedgerTotals": "headrace.engine.results",
+    "LedgerTotals": "headrace.model.step",
     "MemoryLimitError": "headrace.errors",
     "Message": "headrace.text.chat_template",
     "Model": "headrace.engine.model",

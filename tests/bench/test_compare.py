@@ -174,6 +174,22 @@ def test_busy_neighbours_end_with_the_block_and_at_their_deadline(
         pass
 
 
+def test_a_failure_keeps_the_rows_before_it(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    row = bench.figures.at_most("memory", "memory", "MB", (200.0,), 250.0)
+
+    def breaks(running: object) -> Iterator[object]:
+        yield row
+        raise bench.rivals.EngineError("llama.cpp ended with exit code -9")
+
+    monkeypatch.setattr(bench.compare, "SECTIONS", {"memory": breaks})
+    monkeypatch.setattr(bench.compare, "installed", lambda engine: False)
+    options = bench.compare.arguments(["--smollm2", str(tmp_path)])
+    rows, notes, facts = bench.compare.measure_all(options)
+    assert rows == [row]
+    assert facts["failures"] == ["- memory could not be measured: llama.cpp ended with exit code -9."]
+    assert facts["failures"][0] in notes
+
+
 def test_rewritten_needs_its_marks(bench: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match="bench:begin"):
         bench.figures.rewritten("no marks", "table")

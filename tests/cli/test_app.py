@@ -90,13 +90,13 @@ def test_run_imports_only_what_it_needs_before_it_loads() -> None:
     assert imported.isdisjoint({"numba", "llvmlite", "tokenizers", "jinja2", "rich", "urllib3", "huggingface_hub"})
 
 
-def test_ctrl_c_of_a_process_exits_130_and_says_nothing() -> None:
+def test_ctrl_c_of_a_process_exits_130_and_says_so() -> None:
     process = _start("['Hel'] + ['lo'] * 10**7", "run", "hi")
     assert process.stdout is not None
     assert process.stdout.read(3) == "Hel"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "")
+    assert (process.returncode, err) == (130, "headrace: interrupted\n")
 
 
 def test_closed_pipe_of_a_process_exits_141_and_says_nothing() -> None:

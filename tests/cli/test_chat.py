@@ -192,5 +192,5 @@ def test_chat_second_ctrl_c_ends_the_program(headrace: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(chat_module, "_write", interrupt_twice)
     ending = headrace("chat", stdin="a\nb\n")
-    assert (ending.code, ending.err) == (130, "")
+    assert (ending.code, ending.err) == (130, "headrace: interrupted\n")
     assert headrace.model.closed

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,11 @@ import pytest
 
 from headrace.cli import doctor
 from headrace.cli.doctor import MEMORY_BYTES_MIN, measure_levels
+from headrace.config import Config
 from headrace.engine.machine import Cache, Machine, Memory
+from headrace.kernels.level import Level, host_levels
+from headrace.kernels.library import library_key
+from headrace.weights.container import LAYOUT_VERSION
 
 
 def _machine(*caches: Cache, free_bytes: int | None = 2**34) -> Machine:
@@ -19,11 +26,15 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """What was measured, and with how many threads."""
     calls: list[tuple[int, int]] = []
 
-    def measure(num_bytes: int, threads: int) -> float:
-        calls.append((num_bytes, threads))
-        return 20e9
+    @contextmanager
+    def quick(_config: Config, _level: Level, threads: int) -> Iterator[Callable[[int], float]]:
+        def measure(num_bytes: int) -> float:
+            calls.append((num_bytes, threads))
+            return 20e9
 
-    monkeypatch.setattr(doctor, "bandwidth_measure", lambda: measure)
+        yield measure
+
+    monkeypatch.setattr(doctor, "bandwidth_measure", quick)
     return calls
 
 
@@ -53,7 +64,8 @@ def test_doctor_prints_a_report(headrace: Any, measured: list[tuple[int, int]], 
     assert (ending.code, ending.err) == (0, "")
     assert all(title in ending.out for title in ("Machine", "Read bandwidth", "Settings", "Stored"))
     assert "20 GB/s" in ending.out
-    assert str(tmp_path / "home" / "packed") in ending.out.replace("\n", "")
+    assert str(tmp_path / "home") in ending.out.replace("\n", "")
+    assert "--clean" not in ending.out
     assert measured
 
 
@@ -72,14 +84,14 @@ def test_doctor_bad_environment_is_one_line_and_exit_code_two(headrace: Any, mon
 
 def test_levels_are_read_over_what_fits_them_and_not_the_level_above() -> None:
     machine = _machine(Cache(1, 48 * 2**10, 1), Cache(2, 2**20, 1), Cache(3, 2**25, 8))
-    levels = measure_levels(machine, 4, lambda num_bytes, threads: float(num_bytes * threads))
+    levels = measure_levels(machine, 4, float)
     assert [(level.level, level.size_bytes, level.read_bytes) for level in levels] == [
         ("L1", 4 * 48 * 2**10, 2 * 48 * 2**10),
         ("L2", 4 * 2**20, 2 * 2**20),
         ("L3", 2**25, 2**24),
         ("memory", 2**35, MEMORY_BYTES_MIN),
     ]
-    assert levels[0].bytes_per_s == 2 * 48 * 2**10 * 4
+    assert levels[0].bytes_per_s == 2 * 48 * 2**10
 
 
 def test_memory_is_read_far_beyond_the_last_cache_but_within_what_is_free() -> None:
@@ -87,3 +99,45 @@ def test_memory_is_read_far_beyond_the_last_cache_but_within_what_is_free() -> N
     assert measure_levels(_machine(big), 8, lambda *_: 1.0)[-1].read_bytes == 2**30
     assert measure_levels(_machine(big, free_bytes=2**28), 8, lambda *_: 1.0)[-1].read_bytes == 2**27
     assert measure_levels(_machine(free_bytes=None), 8, lambda *_: 1.0)[-1].read_bytes == MEMORY_BYTES_MIN
+
+
+def test_doctor_clean_deletes_what_this_version_does_not_use(
+    headrace: Any, measured: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    kept = (
+        home / "kernels" / library_key(host_levels()[0]) / "a.o",
+        home / "packed" / f"abc.v{LAYOUT_VERSION}.headrace",
+        home / "packed" / "young.partial",
+        home / "models" / "smollm2.gguf",
+    )
+    stale = (
+        home / "kernels" / "avx2-of-another-version" / "a.o",
+        home / "packed" / f"abc.v{LAYOUT_VERSION + 1}.headrace",
+        home / "packed" / "old.partial",
+        home / "models" / ".smollm2-killed" / "part.whl",
+    )
+    for path in (*kept, *stale):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * 1000)
+    for path in (home / "packed" / "old.partial", home / "models" / ".smollm2-killed"):
+        os.utime(path, (0, 0))
+
+    ending = headrace("doctor")
+    assert ending.out.count("unused") == 3
+    assert "headrace doctor --clean" in ending.out
+    assert all(path.exists() for path in stale)
+
+    ending = headrace("doctor", "--clean", "--json")
+    assert ending.err == "headrace: freed 4 KB\n"
+    assert [folder["stale_bytes"] for folder in ending.document["folders"]] == [0, 0, 0]
+    assert [path.exists() for path in kept] == [True] * 4
+    assert [path.exists() for path in stale] == [False] * 4
+    assert measured
+
+
+def test_doctor_measures_with_kernels_of_its_own(headrace: Any, tmp_path: Path) -> None:
+    document = headrace("doctor", "--threads", "1", "--json").document
+    assert all(0 < level["bytes_per_s"] < 1e13 for level in document["bandwidth"])
+    assert document["folders"][2]["num_files"] > 0
+    assert document["home_writable"]

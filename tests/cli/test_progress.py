@@ -58,3 +58,19 @@ def test_progress_task_that_fails_leaves_no_bar_running(monkeypatch: pytest.Monk
     progress.advance(1)
     progress.done()
     assert terminal.getvalue() == shown
+
+
+def test_progress_of_other_things_than_bytes_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ConsoleProgress() as progress:
+        progress.start("compiling", 18, "kernels")
+    assert capsys.readouterr().err == "headrace: compiling (18 kernels)\n"
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with ConsoleProgress() as progress:
+        progress.start("compiling", 18, "kernels")
+        progress.advance(3)
+    assert "3/18" in terminal.getvalue()
+    assert "kernels" in terminal.getvalue()

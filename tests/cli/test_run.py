@@ -60,7 +60,7 @@ def test_run_passes_every_option_on(headrace: Any) -> None:
 
 def test_run_defaults_are_those_of_the_sampler() -> None:
     shown = {name: getattr(options, name.upper()) for name in vars(SamplingParams()) if hasattr(options, name.upper())}
-    sampler = dataclasses.asdict(SamplingParams())
+    sampler = {**dataclasses.asdict(SamplingParams()), "seed": SamplingParams().seed or 0}  # None is seed 0
     assert shown == {name: sampler[name] for name in shown}
     assert len(shown) == 8
 
@@ -203,21 +203,21 @@ def test_run_prompt_that_is_not_utf8_is_an_error(headrace: Any) -> None:
 
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
-def test_run_ctrl_c_exits_130_and_says_nothing(headrace: Any, as_json: list[str]) -> None:
+def test_run_ctrl_c_exits_130_and_says_so(headrace: Any, as_json: list[str]) -> None:
     headrace.model.answers = [["Hel", KeyboardInterrupt()]]
     ending = headrace("run", "Hi", *as_json)
-    assert (ending.code, ending.err) == (130, "")
+    assert (ending.code, ending.err) == (130, "headrace: interrupted\n")
     assert ending.out == ("" if as_json else "Hel")
     assert headrace.model.closed
 
 
-def test_run_ctrl_c_while_loading_exits_130_and_says_nothing(headrace: Any) -> None:
+def test_run_ctrl_c_while_loading_exits_130_and_says_so(headrace: Any) -> None:
     def load(_options: Any, _progress: Any) -> Any:
         raise KeyboardInterrupt
 
     headrace.load = load
     ending = headrace("run", "Hi")
-    assert (ending.code, ending.out, ending.err) == (130, "", "")
+    assert (ending.code, ending.out, ending.err) == (130, "", "headrace: interrupted\n")
 
 
 def test_run_closed_pipe_exits_141_and_says_nothing(headrace: Any) -> None:

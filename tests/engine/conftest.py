@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tiny.models import TinySpec, write_model
 
 from headrace.config import Config
 from headrace.engine.loading import load_weights
@@ -15,6 +14,7 @@ from headrace.engine.model import Model
 from headrace.kernels.level import LEVELS, host_levels
 from headrace.kernels.library import KernelLibrary
 from headrace.weights.progress import NullProgress
+from tiny.models import TinySpec, write_model
 
 
 class TinyModels:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from tiny.models import TinySpec
 
 import headrace
 from headrace.engine.batch import Slice
-
 from headrace.engine.model import Model
 from headrace.model.step import MAX_STEP_TOKENS, SequenceStep, attention_parts
+from tiny.models import TinySpec
 
 if TYPE_CHECKING:
     from conftest import TinyModels

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from tiny.models import TinySpec
 
 from headrace.config import Config
 from headrace.engine.batch import Slice
@@ -27,6 +26,7 @@ from headrace.kernels.runtime import Program
 from headrace.model.graph import Product
 from headrace.model.step import LedgerTotals, SequenceStep
 from headrace.weights.progress import NullProgress
+from tiny.models import TinySpec
 
 if TYPE_CHECKING:
     from conftest import TinyModels

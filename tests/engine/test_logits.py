@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
 from tiny.models import TinySpec
 from tiny.slow_model import SlowModel
 
@@ -36,7 +37,9 @@ FLOAT_SPECS = {
 QUANTISED_SPECS = {
     "llama-q4_1": TinySpec(format="Q4_1", formats={"token_embd": "Q8_0"}, seed=10),
     "llama-gate-apart": TinySpec(format="Q8_0", formats={"ffn_up": "Q4_1", "attn_k": "F16"}, seed=11),
-    "llama-layers-differ": TinySpec(format="Q8_0", formats={"blk.0.attn_v": "F16", "blk.1.": "F16", "blk.1.ffn_gate": "Q8_0"}, seed=12),
+    "llama-layers-differ": TinySpec(
+        format="Q8_0", formats={"blk.0.attn_v": "F16", "blk.1.": "F16", "blk.1.ffn_gate": "Q8_0"}, seed=12
+    ),
     "llama-outputs-differ": TinySpec(format="F16", formats={"blk.0.attn_output": "Q8_0", "blk.1.ffn_down": "Q8_0"}, seed=13),
     "gemma3-k-quants": TinySpec(
         "gemma3",

@@ -29,7 +29,8 @@ from headrace.kernels.tables import (
     state_bytes,
 )
 
-KERNELS = ["attention", "attention.commit", "merge", "merge.commit"]
+GROUPS = (1, 2, 3, 4, 5, 8)  # query heads that share a KV head
+KERNELS = [*(f"attention:{group}" for group in GROUPS), "attention.commit", "merge", "merge.commit"]
 PAST_TOKENS = 700  # two segments and a part of the third
 LAYER_OFFSET = 192
 ROUNDING = 2.0**-24
@@ -111,7 +112,7 @@ def _attend(
         token += end - first
     scratch_rows = max(end - first for first, end in chunks) * past.group
     kernels.run(
-        "attention",
+        f"attention:{past.group}",
         "attention.commit",
         fields_of_attention,
         len(entries),

@@ -115,6 +115,7 @@ def test_float16_narrows_as_numpy_rounds(kernels: Any, rng: np.random.Generator)
     middles = (halves[:-1] + halves[1:]) / 2
     magnitudes = np.concatenate([halves, middles, np.nextafter(middles, 0), np.nextafter(middles, np.float32(np.inf))])
     anything = rng.integers(0, 1 << 32, 100_000).astype(np.uint32).view(np.float32)
+    anything[np.isnan(anything)] = np.nan  # quiet ones: arithmetic makes no others
     special = np.float32([65504, 65519.9, 65520, 1e6, 3e38, np.inf, np.nan])
     x = np.concatenate([magnitudes, -magnitudes, anything, special, -special])
     result = _apply(kernels, "store_f16", x, np.uint16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -202,6 +203,34 @@ def test_team_helps_a_thread_that_lost_its_core(best_kernels: Any, rng: np.rando
         other.fill(rng, delay=50)
         team.run_single(other.program)
         other.check()
+
+
+def test_team_worker_that_wakes_after_a_step_leaves_its_program_alone(best_kernels: Any, rng: np.random.Generator) -> None:
+    """The program may have been changed by then: nothing of it must run before its next step."""
+    may_start = threading.Event()
+
+    class LateTeam(Team):
+        def _work(self, number: int) -> None:
+            may_start.wait()
+            super()._work(number)
+
+    best_kernels.probes.prepare(["probe.chain", "probe.chain.commit"])
+    team = LateTeam(best_kernels.library, 2, scratch_bytes=1 << 16, max_ops=MAX_OPS)
+    try:
+        chain = Chain(best_kernels, 2)
+        chain.fill(rng, blocks=1)
+        team.run(chain.program)
+        chain.check()
+        assert team.is_free(chain.program)
+        chain.fill(rng, blocks=MAX_BLOCKS)
+        may_start.set()
+        time.sleep(0.1)
+        assert not chain.commits.any()
+        team.run_single(chain.program)
+        chain.check()
+    finally:
+        may_start.set()
+        team.close()
 
 
 def test_team_with_more_threads_than_cores_never_mixes_steps(best_kernels: Any, rng: np.random.Generator) -> None:

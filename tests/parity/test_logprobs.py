@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 NUM_POSITIONS = 64
 POSITION_STRIDE = 10  # the last position is 630, beyond Gemma's sliding window of 512
 
-# How far two runs of llama.cpp are apart: (largest, root mean square) difference of the top-20 log-probabilities, in nats,
-# at these 64 positions of this text, between steps of one token and prefill in batches of 10 to 512, with and without flash
-# attention. Every engine here quantises activations to 8 bits, so a rounding that falls the other way early on is amplified
-# by the layers that follow.
-NOISE_NATS = {"smollm2": (0.48, 0.099), "gemma3": (0.78, 0.138)}
+# How far two runs of llama.cpp with different batch sizes are apart: the largest (largest, root mean square) difference of
+# the top-20 log-probabilities, in nats, at these 64 positions of this text. smollm2: steps of 1 token and batches of 10;
+# gemma3: 1, 16, 64 and 512. Every engine here quantises activations to 8 bits, so a rounding that falls the other way early
+# on is amplified by the layers that follow. Against exact arithmetic (float32, dequantised weights, smollm2) llama.cpp is off
+# by 0.103 root mean square, Headrace by 0.098.
+NOISE_NATS = {"smollm2": (0.48, 0.095), "gemma3": (0.69, 0.138)}
 # The largest of 1,280 differences is itself a random number, and so to a lesser degree is their mean square.
 NOISE_FACTOR = 1.5
 PERPLEXITY_TOLERANCE = 0.005

@@ -17,7 +17,9 @@ from gguf.quants import quantize
 END = "<|im_end|>"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", END)
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _MERGES = ("h e", "t he", "Ġ t", "Ġt he", "a n", "an d", "Ġ a", "i n", "e r", "o u", "Ġ w", "u s", "us er", "o n", "r e", "l l")
@@ -41,7 +43,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class TinySpec:
-    """A model to write. `formats` gives a format to every tensor whose name contains the key, the longest key first."""
+    """A model to write. `formats` gives a format to every tensor whose name contains the key, the longest key first.
+
+    Without `ends` the model never prefers a special token, so that greedy answers go on.
+    """
 
     architecture: str = "llama"
     format: str = "F32"
@@ -59,6 +64,7 @@ class TinySpec:
     rotated: int | None = None
     window: int = 16
     seed: int = 0
+    ends: bool = True
     template: str | None = TEMPLATE
     metadata: Mapping[str, str | int | float] = field(default_factory=dict)
 
@@ -152,6 +158,8 @@ def _tensors(spec: TinySpec) -> dict[str, Tensor]:
         tensors[name] = Tensor(Kind.F32, (1 + 0.2 * rng.normal(size=width)).astype(np.float32))
 
     matrix("token_embd.weight", spec.vocabulary, spec.embedding, 4.0 if spec.architecture == "llama" else 1.0)
+    if not spec.ends:
+        tensors["token_embd.weight"].data[-len(SPECIAL) :] = 0
     if not spec.tied:
         matrix("output.weight", spec.vocabulary, spec.embedding, 4.0)
     norm("output_norm.weight", spec.embedding)

@@ -128,7 +128,8 @@ def _print_report(
     console = Console(highlight=False)
 
     def section(title: str, rows: list[tuple[str, ...]]) -> None:
-        table = Table(box=None, pad_edge=False, show_header=False, title=title, title_justify="left", title_style="bold")
+        console.print(title, style="bold", markup=False, soft_wrap=True)
+        table = Table(box=None, pad_edge=False, show_header=False)
         table.add_column(no_wrap=True)
         for _ in rows[0][1:]:
             table.add_column(overflow="fold")

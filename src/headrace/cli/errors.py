@@ -1,4 +1,4 @@
-"""How a verb ends: an error raised on purpose is one sentence and exit code 2, Ctrl-C is 130, a closed pipe is 141."""
+"""How a verb ends: an error raised on purpose or a full disk is one sentence and exit code 2, Ctrl-C 130, a closed pipe 141."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import typer
@@ -37,10 +38,12 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
             say_interrupted()
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            # What is left in the buffer goes nowhere, so that the interpreter's own flush at exit stays silent.
-            with contextlib.suppress(io.UnsupportedOperation, OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             raise typer.Exit(CLOSED_PIPE) from None
+        except OSError as error:
+            _drop_output()
+            say(f"{error.filename or 'standard output'}: {error.strerror or error}; make room there, or use another place")
+            raise typer.Exit(HeadraceError.exit_code) from None
         return result
 
     return guard
@@ -59,8 +62,17 @@ def say_interrupted() -> None:
     say("interrupted")
 
 
+def _drop_output() -> None:
+    """Lets what is left in the buffer go nowhere, so that the interpreter's own flush at exit stays silent."""
+    with contextlib.suppress(io.UnsupportedOperation, OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def prepare_streams() -> None:
-    """Lets a character that the terminal cannot show become a question mark instead of an exception."""
+    """Lets a character that the terminal cannot show become a question mark, and a closed stream be an empty one."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the process was started with it closed
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115, open for as long as we run
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

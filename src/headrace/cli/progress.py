@@ -60,9 +60,21 @@ class ConsoleProgress:
 
 def _bars(unit: str) -> Bars:
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress
-    from rich.progress import SpinnerColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    amount = (DownloadColumn(),) if unit == BYTES else (MofNCompleteColumn(), TextColumn(unit))
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
+    # bytes come evenly, so that the time that is left can be told; other things differ in size
+    amount: tuple[ProgressColumn, ...] = (DownloadColumn(), TimeRemainingColumn())
+    if unit != BYTES:
+        amount = (MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *amount)
     return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False, redirect_stderr=False)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from headrace.engine.results import GenerationResult, LedgerTotals
+from headrace.engine.results import GenerationResult
+from headrace.model.step import LedgerTotals
 from headrace.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from headrace.kernels.tables import (
     TOKEN_WORDS,
     state_bytes,
 )
-from headrace.kv.pages import PAGE_TOKENS
 from headrace.model.config import ModelConfig
-from headrace.model.step import SequenceStep, attention_parts
+from headrace.model.step import PAGE_TOKENS, SequenceStep, attention_parts
 
 Words = npt.NDArray[np.int64]
 
@@ -46,7 +45,7 @@ class Tables:
         self._config, self._threads = config, threads
         self._state_bytes = state_bytes(config.head_width)
         self._states_bytes = states_bytes
-        self.max_tokens = max_tokens
+        self.max_tokens, self._max_pages = max_tokens, max_pages
         self.max_blocks = max(4 * max_tokens * config.kv_heads, 1024)
         self.windows = tuple(dict.fromkeys(layer.window for layer in config.layers))
         sizes = {
@@ -81,6 +80,7 @@ class Tables:
             tokens[:, 1] = part.page_addresses[positions // PAGE_TOKENS]
             tokens[:, 2] = positions % PAGE_TOKENS
             tokens[:, 3] = part.token_ids
+            assert page + len(part.page_addresses) <= self._max_pages, "more pages than the tables hold"
             at = self.offsets["pages"] + page
             tables[at : at + len(part.page_addresses)] = part.page_addresses
             page_tables.append(base + 8 * at)

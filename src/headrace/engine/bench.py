@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace.engine.machine import resident_bytes
-from headrace.engine.results import LedgerTotals
 from headrace.errors import ContextOverflowError, OptionError
+from headrace.model.step import LedgerTotals
 
 _SEED = 20_240_229
 

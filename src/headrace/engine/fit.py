@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from headrace.errors import MemoryLimitError, OptionError
-from headrace.kv.pages import PAGE_TOKENS, page_bytes, pages_for
+from headrace.kv.pages import page_bytes, pages_for
 from headrace.model.config import ModelConfig
+from headrace.model.step import PAGE_TOKENS
 from headrace.units import format_bytes
 
 WORKING_BYTES = 250 * 10**6
@@ -57,7 +58,8 @@ def _refusal(config: ModelConfig, weights_bytes: int, context: int, free_bytes: 
     needed = weights_bytes + kv + WORKING_BYTES
     advice = f"--context {possible} would fit" if possible else "no context fits: free memory or use a smaller model"
     return (
-        f"{config.name} with a context of {context} tokens needs {format_bytes(needed)} (weights {format_bytes(weights_bytes)}, "
+        f"{config.name} with a context of {context} tokens needs {format_bytes(needed)} "
+        f"(weights {format_bytes(weights_bytes)}, "
         f"keys and values {format_bytes(kv)}, working memory {format_bytes(WORKING_BYTES)}) and {format_bytes(free_bytes)} "
         f"are free: {advice}"
     )

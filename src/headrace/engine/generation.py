@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,7 @@ class Generation(Iterator[Piece]):
         self._logprobs: list[TokenLogprob] = []
         self._times = [0.0, 0.0]  # prefill, decode
         self._finish: FinishReason | None = None
-        self._pieces = self._run()
+        self._pieces: Generator[Piece, None, None] = self._run()
 
     def __next__(self) -> Piece:
         return next(self._pieces)
@@ -106,7 +106,7 @@ class Generation(Iterator[Piece]):
         """Time and bytes by class of operation; prefill first, in the order of the step."""
         return self._prefill.operations() + self._decode.operations()
 
-    def _run(self) -> Iterator[Piece]:
+    def _run(self) -> Generator[Piece, None, None]:
         token_ids: Sequence[int] = self._plan.prompt_ids[self._plan.cached_tokens :]
         account, phase = self._prefill, 0
         try:

@@ -6,6 +6,7 @@ remembers size, time and content hash, so a warm start neither reads nor hashes 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.errors import ModelFileError, StorageError
+from headrace.errors import HeadraceError, ModelFileError, StorageError
 from headrace.kernels.files import write_atomically
 from headrace.kernels.library import KernelLibrary
 from headrace.kernels.runtime import Memory
@@ -58,9 +59,7 @@ class LoadedWeights:
         return self.matrices.num_bytes
 
 
-def load_weights(
-    path: Path, packed_dir: Path | None, progress: Progress, check: Check | None = None
-) -> LoadedWeights:
+def load_weights(path: Path, packed_dir: Path | None, progress: Progress, check: Check | None = None) -> LoadedWeights:
     """Maps the packed form of a model file, packing it first if need be; without a folder, packs into memory.
 
     Args:
@@ -77,14 +76,19 @@ def load_weights(
         return _pack(path, None, progress, check)
     remembered = _remembered_hash(path, packed_dir)
     if remembered:
-        packed = container.open_packed(_packed_path(packed_dir, remembered))
-        if packed is not None:
-            return _from_packed(packed)
+        loaded = _reopen(_packed_path(packed_dir, remembered))
+        if loaded is not None:
+            return loaded
+    facts = _facts_of(path)
     digest = _hash_file(path, progress)
     target = _packed_path(packed_dir, digest)
-    packed = container.open_packed(target)
-    loaded = _from_packed(packed) if packed is not None else _pack(path, target, progress, check)
-    _remember(path, packed_dir, digest)
+    loaded = _reopen(target)
+    if loaded is None:
+        loaded = _pack(path, target, progress, check)
+        if _facts_of(path) != facts:
+            target.unlink(missing_ok=True)
+            raise ModelFileError(f"{path.name} was changed while it was read: start again when it is complete")
+    _remember(path, packed_dir, facts, digest)
     return loaded
 
 
@@ -102,7 +106,7 @@ def prepare_kernels(library: KernelLibrary, names: Sequence[str], threads: int, 
     progress.start(f"compiling for {library.level.name}", len(missing), "kernels")
     seen = 0
 
-    def advance(done: int, total: int) -> None:
+    def advance(done: int, _total: int) -> None:
         nonlocal seen
         progress.advance(done - seen)
         seen = done
@@ -137,12 +141,11 @@ def _remembered_hash(path: Path, packed_dir: Path) -> str | None:
         return None
 
 
-def _remember(path: Path, packed_dir: Path, digest: str) -> None:
-    record = json.dumps({**_facts_of(path), "sha256": digest}).encode()
-    try:
+def _remember(path: Path, packed_dir: Path, facts: dict[str, Any], digest: str) -> None:
+    record = json.dumps({**facts, "sha256": digest}).encode()
+    # a folder that cannot be written may still hold the packed weights: then every start hashes the model file
+    with contextlib.suppress(OSError):
         write_atomically(_record_path(path, packed_dir), record)
-    except OSError as error:
-        raise StorageError(f"cannot write into {packed_dir}: {error.strerror}; free some space or use --no-cache") from error
 
 
 def _hash_file(path: Path, progress: Progress) -> str:
@@ -158,13 +161,20 @@ def _hash_file(path: Path, progress: Progress) -> str:
     return digest.hexdigest()
 
 
+def _reopen(path: Path) -> LoadedWeights | None:
+    """The weights that an earlier start packed; None if they are not there, or damaged so that they must be packed anew."""
+    packed = container.open_packed(path)
+    if packed is None:
+        return None
+    try:
+        return _from_packed(packed)
+    except (KeyError, TypeError, ValueError, HeadraceError):
+        return None
+
+
 def _from_packed(packed: PackedFile) -> LoadedWeights:
     header = packed.header
-    fields = {field.name for field in dataclasses.fields(Matrix)}
-    matrices = {
-        name: Matrix(**{key: tuple(item) if isinstance(item, list) else item for key, item in value.items() if key in fields})
-        for name, value in header["matrices"].items()
-    }
+    matrices = {name: Matrix.from_json(value) for name, value in header["matrices"].items()}
     return LoadedWeights(
         config=ModelConfig.from_json(header["config"]),
         matrices=Matrices(matrices, dict(header["vectors"])),
@@ -174,14 +184,12 @@ def _from_packed(packed: PackedFile) -> LoadedWeights:
     )
 
 
-def _pack(
-    path: Path, target: Path | None, progress: Progress, check: Check | None
-) -> LoadedWeights:
+def _pack(path: Path, target: Path | None, progress: Progress, check: Check | None) -> LoadedWeights:
     with GgufFile.open(path) as gguf:
         config = read_config(gguf)
         plan = plan_matrices(gguf, config)
         tokenizer = Tokenizer.from_metadata(gguf.metadata)
-        if tokenizer.vocab_size > config.vocabulary:
+        if tokenizer.vocab_size != config.vocabulary:
             raise ModelFileError(
                 f"{path.name} has {tokenizer.vocab_size} tokens and embeddings for {config.vocabulary}: the file is damaged"
             )
@@ -190,7 +198,7 @@ def _pack(
         sections = _sections(gguf, config, plan, tokenizer.to_json(), progress.advance)
         facts = {
             "config": config.to_json(),
-            "matrices": {name: dataclasses.asdict(matrix) for name, matrix in plan.matrices.items()},
+            "matrices": {name: matrix.to_json() for name, matrix in plan.matrices.items()},
             "vectors": plan.vectors,
             "template": gguf.get_str("tokenizer.chat_template", None),
         }
@@ -238,7 +246,7 @@ def _sections(
             try:
                 pack_rows(tensor_format, raw_rows(gguf, item), item.columns, out, row_order(gguf, item, config))
             except ModelFileError as error:
-                raise ModelFileError(f"{gguf.path.name}, tensor {item.tensors[0]!r}: {error}") from error
+                raise ModelFileError(f"{gguf.path.name}, tensor {' or '.join(item.tensors)}: {error}") from error
             advance(len(out))
 
         return fill
@@ -247,4 +255,3 @@ def _sections(
     sections += [Section(name, 4 * width, vector(name)) for name, width in plan.vectors.items()]
     sections += [Section(name, item.num_bytes, matrix(item)) for name, item in plan.matrices.items()]
     return sections
-

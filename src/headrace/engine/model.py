@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from headrace.engine.fit import plan_memory
 from headrace.engine.generation import Generation, GenerationPlan, check_room
 from headrace.engine.loading import LoadedWeights, load_weights, prepare_kernels
 from headrace.engine.records import Places, kernels_of
-from headrace.engine.sampler import Sampler, SamplingParams
+from headrace.engine.sampler import Sampler, SamplingOptions, SamplingParams
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.errors import OptionError
 from headrace.kernels import bandwidth
@@ -39,7 +39,6 @@ from headrace.model.config import ModelConfig
 from headrace.model.graph import build_graph
 from headrace.model.step import StepLedger
 from headrace.text.chat_template import ChatTemplate, Message
-from headrace.text.tokenizer import Tokenizer
 from headrace.weights.progress import NullProgress, Progress
 from headrace.weights.sources import DEFAULT_MODEL, resolve
 
@@ -152,14 +151,16 @@ class Model:
         system: str | None = None,
         raw: bool = False,
         logprobs: int = 0,
-        **overrides: Any,
+        **overrides: Unpack[SamplingOptions],
     ) -> Generation:
         """An answer to a prompt, as an iterator of pieces; nothing runs before the first piece is asked for.
 
         Args:
             prompt: what the user says, or with `raw` the text to continue.
             max_tokens: tokens to generate at most.
-            sampling: how tokens are chosen; greedy by default. Its fields can be given by name instead.
+            sampling: how tokens are chosen; greedy by default.
+            overrides: fields of `sampling` by name: temperature, top_k, top_p, min_p, repeat_penalty, presence_penalty,
+                frequency_penalty, penalty_window, seed.
             stop: texts that end the answer and are left out of it.
             system: a system message; the template's own by default.
             raw: no chat template.
@@ -306,6 +307,7 @@ class Chat:
         self._sequence = model.sequence()
         self._messages: list[Message] = []
         self._token_ids: list[int] = []
+        self._answer: Generation | None = None
         self.reset()
 
     @property
@@ -319,13 +321,20 @@ class Chat:
         return tuple(self._token_ids)
 
     def reset(self) -> None:
-        """Forgets all turns, the system message excepted."""
+        """Forgets all turns, the system message excepted; an answer that is still coming ends."""
+        self._end_answer()
         self._messages = [] if self._system is None else [Message("system", self._system)]
         self._token_ids = []
 
     def close(self) -> None:
-        """Gives the conversation's pages back."""
+        """Gives the conversation's pages back; an answer that is still coming ends."""
+        self._end_answer()
         self._sequence.close()
+
+    def _end_answer(self) -> None:
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
 
     def send(
         self,
@@ -335,14 +344,17 @@ class Chat:
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
         logprobs: int = 0,
-        **overrides: Any,
+        **overrides: Unpack[SamplingOptions],
     ) -> Generation:
         """The answer to `text`; options as for `Model.generate`. A cancelled answer stays as far as it got.
+
+        An answer that is still coming ends here: a conversation has one at a time.
 
         Raises:
             OptionError: an option cannot be used.
             ContextOverflowError: the conversation leaves no room for an answer; it is as it was before.
         """
+        self._end_answer()
         template = self._model.chat_template
         messages = [*self._messages, Message("user", text)]
         added = template.encode_turn(messages, self._token_ids) if self._token_ids else None
@@ -351,13 +363,16 @@ class Chat:
 
         def remember(generation: Generation) -> None:
             result = generation.result
+            if generation.failed and not result.token_ids:
+                return  # an error that left no answer leaves no turn
             self._messages = [*messages, Message("assistant", result.text)]
             self._token_ids = [*ids, *result.token_ids]
 
-        return self._model._start(self._sequence, ids, max_tokens, params, stop, remember)
+        self._answer = self._model._start(self._sequence, ids, max_tokens, params, stop, remember)
+        return self._answer
 
 
-def sampling_params(base: SamplingParams | None, overrides: dict[str, Any], logprobs: int) -> SamplingParams:
+def sampling_params(base: SamplingParams | None, overrides: SamplingOptions, logprobs: int) -> SamplingParams:
     """Sampling parameters with some fields replaced.
 
     Raises:

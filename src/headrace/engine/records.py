@@ -19,11 +19,11 @@ from headrace.kernels.fields import attention, embed, matmul, rope, rows
 from headrace.kernels.program import AFTER, COMMIT, COMPUTE, GELU, MAX_BLOCKS, NONE, NUM_BLOCKS, OP_FIELDS, SILU
 from headrace.kernels.runtime import Memory, round_up
 from headrace.kernels.tables import state_bytes
-from headrace.kv.pages import PAGE_TOKENS, layer_bytes
+from headrace.kv.pages import layer_bytes
 from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
-from headrace.model.step import states_buffer_bytes
 from headrace.model.graph import Attention, Embed, Merge, Operation, Product, Rope, Rows, activation_row_bytes
+from headrace.model.step import PAGE_TOKENS, states_buffer_bytes
 
 _ACTIVATIONS = {"": NONE, "silu": SILU, "gelu": GELU}
 _BLOCK_BYTES = 96 * 1024  # of weights in a block when one token is computed: a few microseconds of reading

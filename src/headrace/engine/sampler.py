@@ -29,6 +29,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,20 @@ _NUM_SLICES = 2048
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Fields of `SamplingParams` that a call may give by name."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repeat_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_window: int
+    seed: int | None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from headrace.engine.batch import Slice
 from headrace.engine.executor import MAX_STEP_OUTPUTS, Executor
 from headrace.errors import ContextOverflowError, NumericError, OptionError
-from headrace.kv.pages import PAGE_TOKENS, PageArena, pages_for
-from headrace.model.step import MAX_STEP_TOKENS, LedgerTotals, SequenceStep
+from headrace.kv.pages import PageArena, pages_for
+from headrace.model.step import MAX_STEP_TOKENS, PAGE_TOKENS, LedgerTotals, SequenceStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,7 +125,8 @@ class Sequence:
         """Takes pages for a number of tokens, all or none."""
         if num_tokens > self._context_tokens:
             raise ContextOverflowError(
-                f"{num_tokens} tokens do not fit into a context of {self._context_tokens}: shorten the prompt or raise --context"
+                f"{num_tokens} tokens do not fit into a context of {self._context_tokens}: "
+                "shorten the prompt or raise --context"
             )
         fresh: list[int] = []
         while len(self._pages) + len(fresh) < pages_for(num_tokens):

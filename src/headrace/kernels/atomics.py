@@ -22,10 +22,10 @@ def _word(builder: Any, address: Any) -> Any:
 
 @intrinsic
 def atomic_load(typing_context: Any, address: Any) -> Any:
-    """The word, with acquire order."""
+    """The word, with sequentially consistent order: a weaker load may overtake a store before it, which the team forbids."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load_atomic(_word(builder, arguments[0]), "acquire", 8, typ=I64)
+        return builder.load_atomic(_word(builder, arguments[0]), "seq_cst", 8, typ=I64)
 
     return types.int64(types.int64), generate
 
@@ -83,8 +83,8 @@ def ticks(typing_context: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if "aarch64" in builder.module.triple or "arm64" in builder.module.triple:
-            read = ir.InlineAsm(ir.FunctionType(I64, []), "mrs $0, cntvct_el0", "=r", side_effect=True)
-            return builder.call(read, [])
+            # not inline assembly: to put that into an object takes an assembler, which Numba does not set up
+            return call(builder, "llvm.read_volatile_register.i64", I64, [builder.module.add_metadata(["cntvct_el0"])])
         return call(builder, "llvm.readcyclecounter", I64, [])
 
     return types.int64(), generate

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -43,10 +43,22 @@ def library_key(level: Level, *, counting: bool = False) -> str:
             continue
         digest.update(path.name.encode() + path.read_bytes())
     for package in ("numba", "llvmlite"):
-        digest.update(importlib.metadata.version(package).encode())
+        digest.update(_release(package))
     digest.update(f"{sys.version_info} {level} {counting} {llvm.get_process_triple()} {llvm.get_host_cpu_name()}".encode())
     digest.update(llvm.get_host_cpu_features().flatten().encode())
     return f"{level.name}-{digest.hexdigest()[:20]}"
+
+
+def _release(package: str) -> bytes:
+    """What tells releases of a package apart: its version file, as numba takes long to import and its metadata to look up."""
+    found = importlib.util.find_spec(package)
+    try:
+        assert found is not None and found.origin is not None
+        return Path(found.origin).with_name("_version.py").read_bytes()
+    except (AssertionError, OSError):
+        from importlib import metadata
+
+        return metadata.version(package).encode()
 
 
 def compile_environment(level: Level) -> dict[str, str]:

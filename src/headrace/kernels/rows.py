@@ -37,10 +37,13 @@ from headrace.kernels.fields.rows import (
     WEIGHT,
 )
 from headrace.kernels.program import GELU, NONE, SILU
+from headrace.kernels.tiles import sum_bytes
 from headrace.kernels.vectors import (
     absolute,
     floats_to_ints,
     fma,
+    int_lane,
+    load_bytes,
     load_f32,
     load_floats,
     load_i64,
@@ -52,8 +55,8 @@ from headrace.kernels.vectors import (
     store_floats,
     store_i32,
     store_ints_as_i8,
-    sum_int_lanes,
     sum_lanes,
+    sum_quads,
 )
 
 
@@ -82,32 +85,42 @@ def root_mean_square(row: int, columns: int, epsilon: Any) -> Any:
 
 @inline
 def quantise_row(row: int, columns: int, out: int) -> None:
-    """float32 [columns] to signed bytes with a record per 32 columns. Not-a-number makes the block's scale one."""
+    """float32 [columns] to signed bytes with a record per 32 columns. Not-a-number makes every scale of the row one."""
+    poison = splat_float(_ZERO)
     for b in range(columns // 32):
         low = load_floats(row + 128 * b)
         high = load_floats(row + 128 * b + 64)
         largest = max_lanes(maximum(absolute(low), absolute(high)))
         both = low + high
         # zero, or not-a-number if any value is infinite or not a number
-        poison = sum_lanes(both - both)
-        scale = largest / _LARGEST_BYTE
+        poison = poison + (both - both)
         inverse = _ZERO
         if largest > _ZERO:
             inverse = _LARGEST_BYTE / largest
         if not (inverse < np.float32(3.0e38)):
             inverse = _ZERO
-        first = floats_to_ints(round_even(low * splat_float(inverse)))
-        second = floats_to_ints(round_even(high * splat_float(inverse)))
-        store_ints_as_i8(out + 32 * b, first)
-        store_ints_as_i8(out + 32 * b + 16, second)
-        first_sum = sum_int_lanes(first)
-        total = first_sum + sum_int_lanes(second)
-        record = out + columns + 16 * b
-        scale = scale + poison
-        store_f32(record, scale)
-        store_f32(record + 4, scale * np.float32(total))
-        store_i32(record + 8, total)
-        store_i32(record + 12, first_sum)
+        store_ints_as_i8(out + 32 * b, floats_to_ints(round_even(low * splat_float(inverse))))
+        store_ints_as_i8(out + 32 * b + 16, floats_to_ints(round_even(high * splat_float(inverse))))
+        store_f32(out + columns + 16 * b, largest / _LARGEST_BYTE)
+    _sum_records(columns, out, sum_lanes(poison))
+
+
+@inline
+def _sum_records(columns: int, out: int, poison: Any) -> None:
+    """Fills in the sums of a quantised row's records, two blocks at a time, and spreads not-a-number."""
+    blocks = columns // 32
+    for pair in range((blocks + 1) // 2):
+        # lanes 0, 4, 8, 12: sums of 16 columns each; past an odd last block they are of no use
+        sums = sum_quads(sum_bytes(load_bytes(out + 64 * pair)))
+        for i in range(min(2, blocks - 2 * pair)):
+            record = out + columns + 32 * pair + 16 * i
+            first = int_lane(sums, 8 * i)
+            total = first + int_lane(sums, 8 * i + 4)
+            scale = load_f32(record) + poison
+            store_f32(record, scale)
+            store_f32(record + 4, scale * np.float32(total))
+            store_i32(record + 8, total)
+            store_i32(record + 12, first)
 
 
 @inline

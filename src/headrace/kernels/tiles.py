@@ -260,6 +260,16 @@ dot4_narrow = _dot(_dot_narrow)
 
 
 @intrinsic
+def sum_bytes(typing_context: Any, value: Any) -> Any:
+    """Sums of 4 neighbouring signed bytes, in 16 lanes."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _dot_unsigned(builder, constant(Ints.llvm, 0), constant(Bytes.llvm, 1), arguments[0])
+
+    return Ints(Bytes), generate
+
+
+@intrinsic
 def widen(typing_context: Any, tile: Any) -> Any:
     """A narrow tile as a tile of integers."""
     result = _TILES["Int", tile.rows]

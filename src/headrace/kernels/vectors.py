@@ -368,14 +368,32 @@ sum_lanes = _reduction(lambda b, x, y: b.fadd(x, y))
 max_lanes = _reduction(lambda b, x, y: b.select(b.fcmp_ordered(">", x, y), x, y))
 
 
+def _shuffled(builder: Any, value: Any, order: list[int]) -> Any:
+    undefined = ir.Constant(value.type, ir.Undefined)
+    return builder.shuffle_vector(value, undefined, ir.Constant(ir.VectorType(I32, len(order)), [I32(i) for i in order]))
+
+
 @intrinsic
-def sum_int_lanes(typing_context: Any, value: Any) -> Any:
-    """The exact sum of 16 integers."""
+def sum_quads(typing_context: Any, value: Any) -> Any:
+    """Lanes 0, 4, 8, 12 hold the sum of themselves and the three lanes that follow."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.sext(call(builder, "llvm.vector.reduce.add.v16i32", I32, [arguments[0]]), I64)
+        total = arguments[0]
+        for distance in (1, 2):
+            total = builder.add(total, _shuffled(builder, total, [i ^ distance for i in range(LANES)]))
+        return total
 
-    return types.int64(Ints), generate
+    return Ints(Ints), generate
+
+
+@intrinsic
+def int_lane(typing_context: Any, vector: Any, index: Any) -> Any:
+    """One lane of a vector of integers."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.sext(builder.extract_element(arguments[0], builder.trunc(arguments[1], I32)), I64)
+
+    return types.int64(Ints, types.int64), generate
 
 
 @intrinsic

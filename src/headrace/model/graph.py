@@ -18,6 +18,7 @@ A step takes T new tokens (rows) of any sequences. Buffers hold one row per toke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from headrace.model.config import ModelConfig
 from headrace.model.matrices import Matrices, Matrix
@@ -151,7 +152,13 @@ class _Builder:
         if joined is not None:
             return [
                 self._norm("feed_forward_norm", layer, norm, "normed", [joined], post="post_attention_norm"),
-                Product(name="gate_up", layer=layer, matrix=joined, source="normed", output="gated", activation=config.activation
+                Product(
+                    name="gate_up",
+                    layer=layer,
+                    matrix=joined,
+                    source="normed",
+                    output="gated",
+                    activation=config.activation,
                 ),
                 Rows(name="quantise", layer=layer, columns=width, source="gated", output="hidden", **down),
             ]
@@ -197,7 +204,14 @@ class _Builder:
         )
 
 
-def _wanted(readers: list[Matrix]) -> dict[str, bool]:
+class _Parts(TypedDict):
+    """Parts of an activation row."""
+
+    quantised: bool
+    floats: bool
+
+
+def _wanted(readers: list[Matrix]) -> _Parts:
     """Which forms of a row its readers want."""
     integers = [reader.layout.integer_activations for reader in readers]
     return {"quantised": any(integers), "floats": not all(integers)}

@@ -7,8 +7,9 @@ all read it. Holds no weights.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,15 @@ class Matrix:
     def num_bytes(self) -> int:
         """Packed size."""
         return packed_bytes(self.layout, self.rows, self.columns)
+
+    def to_json(self) -> dict[str, Any]:
+        """A form that JSON can hold."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Matrix:
+        """The inverse of `to_json`."""
+        return cls(**{**value, "tensors": tuple(value["tensors"]), "pairs_of_heads": tuple(value["pairs_of_heads"])})
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ Every reader of a step shares these rows: the engine fills in measured time, `ex
 `plan` prices them elsewhere, `fabric` maps the kernels behind them.
 
 Bytes are those that an operation's kernel touches outside its thread's own scratch, each address once per operation;
-a test counts them by an instrumented build. Two things are taken for whole: the 16-byte record of a block of quantised
-activations, of which each format reads other fields, and the tokens of a batch, as if no two had the same id or position. Sharing work out among threads is part of a step, since attention's
-partial states are bytes too: `attention_parts` decides it, and the engine follows.
+a test counts them by an instrumented build. Two things are taken as a whole: the 16-byte record of a block of quantised
+activations, of which each format reads other fields, and the tokens of a batch, as if no two had one id or position.
+Sharing work out among threads is part of a step, since attention's partial states are bytes too: `attention_parts`
+decides it, and the engine follows.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ class ChatTemplate:
         from headrace.text.template_sandbox import BoundedTemplate  # loads jinja2, which takes 50 ms
 
         if source is None:
-            raise TemplateError("the model file has no chat template, it only continues text: use --raw or a model for chat")
+            raise TemplateError(
+                "the model file has no chat template, it only continues text: use `headrace run --raw`, or a model for chat"
+            )
         self._source = source
         self._template = BoundedTemplate(source)
         self._tokenizer = tokenizer

@@ -1,21 +1,26 @@
 """The file of packed weights: one per model content and layout, written once, mapped at every later start.
 
     8 bytes   magic, with the layout's version
-    8 bytes   length of the header, little-endian
+    4 bytes   length of the header, little-endian
+    4 bytes   CRC-32 of the header
     header    JSON: what the writer wants to find again, and the place of each section
     sections  each at a multiple of 64 bytes
 
 A file is written under another name and moved into place, so it is whole or not there, and processes that pack the
-same model at once do no harm. Does not know what the sections mean.
+same model at once do no harm. What a killed process left under another name is removed by the next one that packs.
+Sections are not checked when a file is opened: that would read all of it. Does not know what the sections mean.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
 import os
+import struct
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +31,11 @@ import numpy.typing as npt
 
 from headrace.errors import StorageError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 _MAGIC = b"HEADRCE" + bytes([LAYOUT_VERSION])
 _ALIGNMENT = 64
+_PARTIAL = ".partial"
+_ABANDONED_AFTER_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ def build(target: Callable[[int], npt.NDArray[np.uint8]], facts: Mapping[str, An
     base = _aligned(16 + len(text))
     data = target(base + offset)
     data[:8] = np.frombuffer(_MAGIC, np.uint8)
-    data[8:16] = np.frombuffer(len(text).to_bytes(8, "little"), np.uint8)
+    data[8:16] = np.frombuffer(struct.pack("<II", len(text), zlib.crc32(text)), np.uint8)
     data[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
     packed = _parse(data)
     for section in sections:
@@ -90,8 +97,10 @@ def write(path: Path, facts: Mapping[str, Any], sections: list[Section]) -> None
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".partial")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=_PARTIAL)
         with os.fdopen(handle, "r+b") as file:
+            _lock(file.fileno())
+            _remove_abandoned(path.parent, os.fstat(handle).st_mtime)
 
             def target(num_bytes: int) -> npt.NDArray[np.uint8]:
                 # blocks are reserved first: running out of disk under a mapping would kill the process
@@ -102,7 +111,7 @@ def write(path: Path, facts: Mapping[str, Any], sections: list[Section]) -> None
 
             build(target, facts, sections)
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except OSError as error:
         _remove(temporary)
         raise _storage_error(path, error) from error
@@ -117,7 +126,7 @@ def open_packed(path: Path) -> PackedFile | None:
         with path.open("rb") as file:
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
         return _parse(data)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
         return None
 
 
@@ -129,8 +138,11 @@ def _parse(data: npt.NDArray[np.uint8]) -> PackedFile:
     """
     if data[:8].tobytes() != _MAGIC:
         raise ValueError("not a container of this version")
-    length = int.from_bytes(data[8:16].tobytes(), "little")
-    header = json.loads(data[16 : 16 + length].tobytes())
+    length, checksum = struct.unpack("<II", data[8:16].tobytes())
+    text = data[16 : 16 + length].tobytes()
+    if zlib.crc32(text) != checksum:
+        raise ValueError("the header is damaged")
+    header = json.loads(text)
     base = _aligned(16 + length)
     header["sections"] = {name: [base + start, size] for name, (start, size) in header["sections"].items()}
     if any(start + size > len(data) for start, size in header["sections"].values()):
@@ -140,6 +152,27 @@ def _parse(data: npt.NDArray[np.uint8]) -> PackedFile:
 
 def _aligned(offset: int) -> int:
     return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _lock(descriptor: int) -> bool:
+    """Takes a file for as long as this process has it open; False if another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here: nothing is taken for abandoned
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _remove_abandoned(folder: Path, now: float) -> None:
+    """Removes what killed processes left half-written: files that are not being written and have not been for a minute."""
+    for path in folder.glob(f"*{_PARTIAL}"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mtime < now - _ABANDONED_AFTER_S and _lock(file.fileno()):
+                path.unlink()
 
 
 def _remove(name: str) -> None:

@@ -18,7 +18,9 @@ Bytes = npt.NDArray[np.uint8]
 _GROUPS_AT_ONCE = 256
 
 
-def pack_rows(tensor_format: TensorFormat, raw: Bytes, columns: int, out: Bytes, order: npt.NDArray[np.intp] | None = None) -> None:
+def pack_rows(
+    tensor_format: TensorFormat, raw: Bytes, columns: int, out: Bytes, order: npt.NDArray[np.intp] | None = None
+) -> None:
     """Packs a matrix.
 
     Args:
@@ -94,7 +96,8 @@ def _nibbles(quads: Bytes) -> Bytes:
     """4-bit values [R, U, 8 B, 64] to [R, U, 256 B]: per sub-block, vector j holds columns 4j.. and 16 + 4j.. ."""
     count, units, vectors, _ = quads.shape
     blocks = quads.reshape(count, units, vectors // 8, 2, 4, 64)
-    return (blocks[:, :, :, 0] | blocks[:, :, :, 1] << 4).reshape(count, units, -1)
+    joined: Bytes = blocks[:, :, :, 0] | blocks[:, :, :, 1] << np.uint8(4)
+    return joined.reshape(count, units, -1)
 
 
 def _high1(quads: Bytes) -> Bytes:
@@ -102,7 +105,8 @@ def _high1(quads: Bytes) -> Bytes:
     count, units, vectors, _ = quads.shape
     shifts = np.arange(8, dtype=np.uint8)[:, None]
     blocks = quads.reshape(count, units, vectors // 8, 8, 64) << shifts
-    return np.bitwise_or.reduce(blocks, axis=3).reshape(count, units, -1)
+    joined: Bytes = np.bitwise_or.reduce(blocks, axis=3)
+    return joined.reshape(count, units, -1)
 
 
 def _pairs(quads: Bytes) -> Bytes:
@@ -110,7 +114,8 @@ def _pairs(quads: Bytes) -> Bytes:
     count, units, vectors, _ = quads.shape
     shifts = 2 * np.arange(4, dtype=np.uint8)[:, None]
     blocks = quads.reshape(count, units, vectors // 4, 4, 64) << shifts
-    return np.bitwise_or.reduce(blocks, axis=3).reshape(count, units, -1)
+    joined: Bytes = np.bitwise_or.reduce(blocks, axis=3)
+    return joined.reshape(count, units, -1)
 
 
 def _place(target: Bytes, name: str, **sections: Bytes) -> None:
@@ -164,17 +169,24 @@ def _pack_q45_k(name: str, blocks: Bytes, target: Bytes) -> None:
     }
     start = 16
     if name == "Q5_K":
-        bits = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-        sections["high1"] = _high1(_quads(bits.reshape(*blocks.shape[:-1], 256)))
+        bits = _bit_planes(blocks[..., 16:48])
+        sections["high1"] = _high1(_quads(bits))
         start = 48
     sections["nibbles"] = _nibbles(_quads(_k_nibbles(blocks[..., start:])))
     _place(target, name, **sections)
 
 
+def _bit_planes(packed: Bytes) -> Bytes:
+    """32 bytes to 256 bits: bit b of each byte belongs to sub-block b."""
+    bits: Bytes = packed[..., None, :] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return bits.reshape(*packed.shape[:-1], 256)
+
+
 def _two_bits(packed: Bytes) -> Bytes:
     """64 bytes to 256 values: each 32 bytes hold 4 runs of 32 columns, lowest bits first."""
     chunks = packed.reshape(*packed.shape[:-1], 2, 1, 32)
-    fields = chunks >> 2 * np.arange(4, dtype=np.uint8)[:, None] & 3
+    shifts: Bytes = np.arange(0, 8, 2, dtype=np.uint8)
+    fields: Bytes = chunks >> shifts[:, None] & np.uint8(3)
     return fields.reshape(*packed.shape[:-1], 256)
 
 
@@ -194,12 +206,12 @@ def _pack_q6_k(name: str, blocks: Bytes, target: Bytes) -> None:
 
 def _pack_q3_k(name: str, blocks: Bytes, target: Bytes) -> None:
     """32 bytes whose bit b is the high bit of sub-block b, 64 bytes of 2-bit fields, 12 scale bytes, d."""
-    bits = blocks[..., None, 0:32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+    bits = _bit_planes(blocks[..., 0:32])
     _place(
         target,
         name,
         pairs=_pairs(_quads(_two_bits(blocks[..., 32:96]))),
-        high1=_high1(_quads(bits.reshape(*blocks.shape[:-1], 256))),
+        high1=_high1(_quads(bits)),
         scales=_transpose_rows(blocks[..., 96:108]),
         d=_pairs_of_bytes(blocks[..., 108:110]),
     )

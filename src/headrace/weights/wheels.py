@@ -217,7 +217,8 @@ def _open(url: str, advice: str, accept: str = "*/*") -> Iterator[Any]:
 
 
 def _reason(error: Exception) -> str:
-    return str(getattr(error, "reason", None) or error) or type(error).__name__
+    cause = getattr(error, "reason", None) or error
+    return str(getattr(cause, "strerror", None) or cause) or type(cause).__name__
 
 
 def _wrong_content(wheel: _Wheel, problem: str, advice: str) -> DownloadError:

@@ -45,10 +45,13 @@ def read_shape(gguf: GgufFile) -> Shape:
     value_width = gguf.get_int(f"{prefix}.attention.value_length", head_width, minimum=1, maximum=_MAX_WIDTH)
     feed_forward = gguf.require_int(f"{prefix}.feed_forward_length", minimum=1, maximum=_MAX_WIDTH)
     if heads % kv_heads:
-        raise ModelFileError(f"{gguf.path.name} has {heads} heads on {kv_heads} KV heads, which do not divide: the file is damaged")
+        raise ModelFileError(
+            f"{gguf.path.name} has {heads} heads on {kv_heads} KV heads, which do not divide: the file is damaged"
+        )
     if value_width != head_width:
         raise UnsupportedModelError(
-            f"{gguf.path.name} has keys of width {head_width} and values of width {value_width}: Headrace runs equal widths only"
+            f"{gguf.path.name} has keys of width {head_width} and values of width {value_width}: "
+            "Headrace runs equal widths only"
         )
     for label, number in (("head width", head_width), ("embedding width", width), ("feed-forward width", feed_forward)):
         if number % _HEAD_MULTIPLE:
