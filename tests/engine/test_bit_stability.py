@@ -130,5 +130,3 @@ def _check_real(path: Path, tokens: int, variants: Sequence[Sequence[int]]) -> N
         for chunks in variants:
             assert _last_logits(one, ids, chunks) == expected, chunks[:4]
         assert _last_logits(three, ids, variants[-1]) == expected
-
-

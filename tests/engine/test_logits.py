@@ -78,5 +78,3 @@ def test_logits_of_quantised_weights_equal_the_slow_model(tiny_models: TinyModel
 def test_logits_repeat_for_equal_beginnings(tiny_models: TinyModels) -> None:
     model = tiny_models.load(FLOAT_SPECS["llama"])
     assert np.array_equal(model.logits([5, 6, 7]), model.logits([5, 6, 7, 8])[:3])
-
-

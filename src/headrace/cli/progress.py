@@ -26,7 +26,7 @@ class ConsoleProgress:
         """A task begins; one that is still shown ends first. Without a total, the bar only shows that something moves."""
         self.done()
         if not sys.stderr.isatty():
-            size = format_bytes(total) if total and unit == BYTES else f"{total} {unit}"
+            size = format_bytes(total or 0) if unit == BYTES else f"{total} {unit.removesuffix('s') if total == 1 else unit}"
             say(f"{label} ({size})" if total else label)
             return
         self._bars = _bars(unit)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.kernels.program import MAX_BLOCKS
 from headrace.kernels.tables import (
     ENTRY_WORDS,
     MERGE_ENTRY_WORDS,
@@ -46,7 +47,9 @@ class Tables:
         self._state_bytes = state_bytes(config.head_width)
         self._states_bytes = states_bytes
         self.max_tokens, self._max_pages = max_tokens, max_pages
-        self.max_blocks = max(4 * max_tokens * config.kv_heads, 1024)
+        # a block per token and head, and one more per head for each further state that the buffer has room for
+        states_room = states_bytes // (config.heads * self._state_bytes)
+        self.max_blocks = min(MAX_BLOCKS, config.kv_heads * (max_tokens + states_room))
         self.windows = tuple(dict.fromkeys(layer.window for layer in config.layers))
         sizes = {
             "tokens": max_tokens * TOKEN_WORDS,

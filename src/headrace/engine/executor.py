@@ -44,7 +44,7 @@ class Executor:
         self._tables = Tables(config, MAX_STEP_TOKENS, max_pages, self.buffers.states_bytes, threads)
         self._records = RecordBuilder(config, graph, places, self.buffers, self._tables, library.address, threads)
         self._num_flags = self._records.max_flags(MAX_STEP_TOKENS, MAX_STEP_OUTPUTS)
-        self.team = Team(library, threads, self._records.scratch_bytes(MAX_STEP_TOKENS), len(graph))
+        self.team = Team(library, threads, self._records.scratch_bytes(), len(graph))
         self._programs: list[_StepProgram] = []
         self._shapes: dict[int, tuple[int, int]] = {}
         self._windows: dict[int, npt.NDArray[np.intp]] = {}
@@ -61,7 +61,8 @@ class Executor:
         """
         tokens = sum(len(part.token_ids) for part in slices)
         outputs = sum(part.num_outputs for part in slices)
-        assert 0 < tokens <= MAX_STEP_TOKENS and 0 < outputs <= MAX_STEP_OUTPUTS
+        assert 0 < tokens <= MAX_STEP_TOKENS
+        assert 0 < outputs <= MAX_STEP_OUTPUTS
         self._angles.cover(max(part.past_tokens + len(part.token_ids) for part in slices))
         program = self._free_program((tokens, outputs))
         shape = self._tables.shape(slices)

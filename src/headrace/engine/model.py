@@ -103,7 +103,9 @@ class Model:
         plan = plan_memory(self.config, weights.num_bytes, context, free_bytes)
         self.context_tokens = plan.context_tokens
         self.graph = build_graph(self.config, weights.matrices)
-        prepare_kernels(library, [*kernels_of(self.graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress)
+        prepare_kernels(
+            library, [*kernels_of(self.graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress
+        )
         self._arena = PageArena(plan.num_pages, page_bytes(self.config))
         places = Places(
             {name: weights.address(name) for name in weights.matrices.matrices},

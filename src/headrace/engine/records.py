@@ -48,7 +48,9 @@ class Buffers:
     def __init__(self, config: ModelConfig, graph: tuple[Operation, ...], max_tokens: int, max_outputs: int) -> None:
         self.strides = _strides(config, graph)
         self.states_bytes = states_buffer_bytes(config)
-        sizes = {name: stride * (max_outputs if name in ("last", "logits") else max_tokens) for name, stride in self.strides.items()}
+        sizes = {
+            name: stride * (max_outputs if name in ("last", "logits") else max_tokens) for name, stride in self.strides.items()
+        }
         sizes["states"] = self.states_bytes
         self.offsets: dict[str, int] = {}
         offset = 0
@@ -133,7 +135,7 @@ class RecordBuilder:
         attentions = sum(isinstance(op, Attention) for op in self._graph)
         return 2 * most + attentions * self._tables.max_blocks
 
-    def scratch_bytes(self, max_tokens: int) -> int:
+    def scratch_bytes(self) -> int:
         """Scratch that a thread needs for the largest block of any operation."""
         config = self._config
         widest = max(config.embedding_width, config.feed_forward_width, config.heads * config.head_width)

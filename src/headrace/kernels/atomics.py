@@ -15,7 +15,6 @@ from numba.extending import intrinsic
 from headrace.kernels.vectors import I32, I64, call
 
 
-
 def _word(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, I64.as_pointer())
 

@@ -9,7 +9,8 @@ sequence, so the arithmetic of a row is fixed by its position alone: not by the 
 were shared out to threads. A block computes one KV head for all query heads that share it, so keys and values are
 read once for the group; a window reads no page outside it.
 
-The state of a row is [o: D][m, l, unused: 16] float32; states lie [token][H]. `merge` combines blocks' states, divides, and quantises.
+The state of a row is [o: D][m, l, unused: 16] float32; states lie [token][H]. `merge` combines blocks' states, divides,
+and quantises.
 """
 
 from __future__ import annotations
@@ -20,25 +21,7 @@ from typing import Any
 import numpy as np
 
 from headrace.kernels import level as _level
-from headrace.kernels.tables import (
-    ENTRY_BYTES,
-    ENTRY_END_SEGMENT,
-    ENTRY_KV_HEAD,
-    ENTRY_NUM_TOKENS,
-    ENTRY_PAGES,
-    ENTRY_POSITION,
-    ENTRY_SEGMENT,
-    ENTRY_STATES,
-    ENTRY_TOKEN,
-    MERGE_ENTRY_BYTES,
-    MERGE_NUM_STATES,
-    MERGE_STATES,
-    MERGE_STATES_STRIDE,
-    SEGMENT_TOKENS,
-    STATE_EXTRA,
-)
 from headrace.kernels.dots import inline
-from headrace.kernels.math import exp
 from headrace.kernels.fields.attention import (
     ENTRIES,
     GROUP,
@@ -59,8 +42,26 @@ from headrace.kernels.fields.attention import (
     WIDTH,
     WINDOW,
 )
+from headrace.kernels.math import exp
 from headrace.kernels.rope import head_bytes
 from headrace.kernels.rows import copy_bytes, quantise_row
+from headrace.kernels.tables import (
+    ENTRY_BYTES,
+    ENTRY_END_SEGMENT,
+    ENTRY_KV_HEAD,
+    ENTRY_NUM_TOKENS,
+    ENTRY_PAGES,
+    ENTRY_POSITION,
+    ENTRY_SEGMENT,
+    ENTRY_STATES,
+    ENTRY_TOKEN,
+    MERGE_ENTRY_BYTES,
+    MERGE_NUM_STATES,
+    MERGE_STATES,
+    MERGE_STATES_STRIDE,
+    SEGMENT_TOKENS,
+    STATE_EXTRA,
+)
 from headrace.kernels.tiles import add_broadcast, add_tiles, load_tile, store_tile, zero_floats
 from headrace.kernels.vectors import (
     fma,
@@ -78,7 +79,6 @@ from headrace.kernels.vectors import (
     store_floats,
     sum_lanes,
 )
-
 
 MAX_ROWS = 4
 _NEGATIVE_INFINITY = np.float32(-np.inf)

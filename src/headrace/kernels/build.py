@@ -1,8 +1,9 @@
-"""Compiles kernels to object files. Runs as its own process, so that nobody else has to import Numba:
+"""Compiles kernels to object files, in a process of its own, so that nobody else has to import Numba.
 
     python -m headrace.kernels.build FOLDER LEVEL KERNEL...          (with --counting for the build that counts bytes)
 
-Each kernel becomes FOLDER/NAME.o, written atomically, and a line on standard output when it is there.
+Each kernel becomes FOLDER/NAME.o, sealed (see `library.seal`) and written atomically, and a line on standard output when
+it is there.
 The environment names the CPU to compile for, see `library.compile_environment`.
 """
 
@@ -14,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.kernels.files import write_atomically
-from headrace.kernels.library import entry_name
+from headrace.kernels.library import entry_name, seal
+
 
 def kernel_function(name: str) -> Callable[[int, int, int], None]:
     """The Python function of a kernel: 'matmul:Q4_1', 'attention:3' (heads in a group), 'rows', ..."""
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> None:
 
         llvm.add_symbol("headrace_count", 1)  # Numba links what it compiles; nothing is called here
     for name in names:
-        write_atomically(Path(folder) / f"{entry_name(name)}.o", compile_kernel(name))
+        write_atomically(Path(folder) / f"{entry_name(name)}.o", seal(compile_kernel(name)))
         print(name, flush=True)
 
 

@@ -347,7 +347,7 @@ def _k2_unit(rows: int, name: str) -> Callable[..., Any]:
             sums = accumulate(sums, ints, d, record, stride)
             one = shift_ints_right(one, 4)
             two = shift_ints_right(two, 4)
-            # min1 * sum1 + min2 * (sum - sum1), negated
+            # minus the first minimum times the first half's sum, minus the second times what is left of the sum
             minimums = subtract_scaled_sums(zero_ints(rows), two, record + 8, stride)
             minimums = subtract_scaled_sums(minimums, one - two, record + 12, stride)
             sums = accumulate(sums, minimums, m, record, stride)

@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from headrace.kernels.tables import TOKEN_BYTES, TOKEN_ID
 from headrace.kernels.dots import inline
-from headrace.kernels.packed import PACKED
 from headrace.kernels.fields.embed import (
     COLUMNS,
     OUTPUT,
     OUTPUT_STRIDE,
     SCALE,
-    TOKENS,
     TOKEN_TABLE,
     UNITS,
     WEIGHTS,
 )
+from headrace.kernels.packed import PACKED
 from headrace.kernels.rows import copy_bytes
+from headrace.kernels.tables import TOKEN_BYTES, TOKEN_ID
 from headrace.kernels.vectors import load_bf16_scalar, load_f16_scalar, load_f32, load_i8, load_i64, load_u8, store_f32
 
 

@@ -24,6 +24,7 @@ from headrace.kernels.level import Level
 Progress = Callable[[int, int], None]
 """Called with (kernels done, kernels to compile)."""
 
+_DIGEST_BYTES = 32
 _KERNEL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _COUNT = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
@@ -31,6 +32,17 @@ _COUNT = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 def entry_name(name: str) -> str:
     """The symbol of a kernel, and the stem of its object file."""
     return "headrace_" + "".join(c if c.isalnum() else "_" for c in name)
+
+
+def seal(content: bytes) -> bytes:
+    """An object file as it is stored: with its SHA-256 behind it, since LLVM trusts what it loads."""
+    return content + hashlib.sha256(content).digest()
+
+
+def unseal(stored: bytes) -> bytes | None:
+    """What `seal` was given; None if the file is damaged."""
+    content, digest = stored[:-_DIGEST_BYTES], stored[-_DIGEST_BYTES:]
+    return content if content and hashlib.sha256(content).digest() == digest else None
 
 
 def library_key(level: Level, *, counting: bool = False) -> str:
@@ -53,7 +65,8 @@ def _release(package: str) -> bytes:
     """What tells releases of a package apart: its version file, as numba takes long to import and its metadata to look up."""
     found = importlib.util.find_spec(package)
     try:
-        assert found is not None and found.origin is not None
+        assert found is not None
+        assert found.origin is not None
         return Path(found.origin).with_name("_version.py").read_bytes()
     except (AssertionError, OSError):
         from importlib import metadata
@@ -63,7 +76,9 @@ def _release(package: str) -> bytes:
 
 def compile_environment(level: Level) -> dict[str, str]:
     """The environment of a compiling process: its CPU, and no passes that explicit vectors have no use for."""
-    environment = dict(os.environ, NUMBA_LOOP_VECTORIZE="0", NUMBA_SLP_VECTORIZE="0", NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING="1")
+    environment = dict(
+        os.environ, NUMBA_LOOP_VECTORIZE="0", NUMBA_SLP_VECTORIZE="0", NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING="1"
+    )
     if level.cpu:
         environment.update(NUMBA_CPU_NAME=level.cpu, NUMBA_CPU_FEATURES=level.features)
     # the child finds this package where the parent did
@@ -75,8 +90,13 @@ class KernelLibrary:
     """The kernels of one level, by name; `address` is what an operation's record holds."""
 
     def __init__(self, folder: Path | None, level: Level, *, counting: Callable[[int, int, bool], None] | None = None) -> None:
-        """`folder` is the cache of all kernels, or None to keep nothing on disk. `counting` receives every access
-        (address, bytes, is_store) of a build that reports them."""
+        """Compiles nothing yet.
+
+        Args:
+            folder: the cache of all kernels, or None to keep nothing on disk.
+            level: what to compile for.
+            counting: receives every access (address, bytes, is_store) of a build that reports them.
+        """
         self.level = level
         self._counting = counting
         self._temporary = tempfile.TemporaryDirectory(prefix="headrace-kernels-") if folder is None else None
@@ -84,11 +104,12 @@ class KernelLibrary:
         assert base is not None
         self.folder = base / library_key(level, counting=counting is not None)
         self._engine: Any = None
+        self._objects: dict[str, bytes] = {}  # read and not yet loaded
         self._addresses: dict[str, int] = {}
 
     def missing(self, names: Sequence[str]) -> list[str]:
         """The kernels that would have to be compiled."""
-        return [name for name in names if not (self.folder / f"{entry_name(name)}.o").exists()]
+        return [name for name in names if name not in self._addresses and self._read(name) is None]
 
     def prepare(self, names: Sequence[str], *, processes: int = 2, progress: Progress | None = None) -> None:
         """Compiles what is missing, loads what is not loaded.
@@ -109,6 +130,18 @@ class KernelLibrary:
                 ) from error
             self._compile(absent, processes, progress)
         self._load([name for name in names if name not in self._addresses])
+
+    def _read(self, name: str) -> bytes | None:
+        """The object file of a kernel; None if it is not there or damaged, so that it must be compiled anew."""
+        if name not in self._objects:
+            try:
+                content = unseal((self.folder / f"{entry_name(name)}.o").read_bytes())
+            except OSError:
+                return None
+            if content is None:
+                return None
+            self._objects[name] = content
+        return self._objects[name]
 
     def address(self, name: str) -> int:
         """The address of a kernel that was prepared."""
@@ -191,17 +224,19 @@ class KernelLibrary:
             machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
             self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         for name in names:
-            path = self.folder / f"{entry_name(name)}.o"
-            try:
-                self._engine.add_object_file(llvm.ObjectFileRef.from_path(str(path)))
-            except (ValueError, RuntimeError, OSError) as error:
-                raise KernelError(f"the compiled kernel {path} is damaged ({error}): delete it and start again") from error
+            content = self._read(name)
+            if content is None:
+                raise KernelError(
+                    f"the kernel {name} cannot be read back from {self.folder}: check the disk, or use --no-cache"
+                )
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(self._objects.pop(name)))
         self._engine.finalize_object()
         for name in names:
             self._addresses[name] = int(self._engine.get_function_address(entry_name(name)))
 
 
-_SLOW = ("attention:", "rows", "matmul:Q6_K", "matmul:Q5_K", "matmul:Q3_K", "matmul:Q2_K", "matmul:Q4_K", "matmul:Q5_0", "matmul:")
+_SLOW_PRODUCTS = ("matmul:Q6_K", "matmul:Q5_K", "matmul:Q3_K", "matmul:Q2_K", "matmul:Q4_K", "matmul:Q5_0", "matmul:")
+_SLOW = ("attention:", "rows", *_SLOW_PRODUCTS)
 
 
 def _balance(names: list[str], processes: int) -> list[list[str]]:

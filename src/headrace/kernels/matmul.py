@@ -15,8 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 from headrace.kernels.dots import inline, tile_rows, unit_function
-from headrace.kernels.math import gelu, silu
-from headrace.kernels.packed import PACKED
 from headrace.kernels.fields.matmul import (
     ACTIVATION,
     BLOCK_GROUPS,
@@ -31,10 +29,11 @@ from headrace.kernels.fields.matmul import (
     UNITS,
     WEIGHTS,
 )
-from headrace.kernels.program import GELU, NONE, SILU
+from headrace.kernels.math import gelu, silu
+from headrace.kernels.packed import PACKED
+from headrace.kernels.program import NONE, SILU
 from headrace.kernels.tiles import store_tile, zero_floats
 from headrace.kernels.vectors import load_floats, load_i64, prefetch, store_floats
-
 
 PREFETCH_BYTES = 4096
 

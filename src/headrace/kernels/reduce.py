@@ -1,15 +1,14 @@
 """Reductions over a row of logits: what a sampler needs of 50,000 to 260,000 values, in one pass or two.
 
-    out[0] largest value (float32), out[4] sum of e^(value - largest) (float32 lanes summed in float64)
-    out[16] number of candidates kept (int64), out[24] 1 if all values are finite
-    ids, values: the candidates with value >= largest - margin, in order of their ids, at most `capacity`
+out[0] largest value (float32), out[4] sum of e^(value - largest) (float32 lanes summed in float64)
+out[16] number of candidates kept (int64), out[24] 1 if all values are finite
+ids, values: the candidates with value >= largest - margin, in order of their ids, at most `capacity`
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from headrace.kernels.math import exp
 from headrace.kernels.fields.reduce import (
     CAPACITY,
     COUNT,
@@ -19,6 +18,7 @@ from headrace.kernels.fields.reduce import (
     OUT,
     VALUES,
 )
+from headrace.kernels.math import exp
 from headrace.kernels.vectors import (
     lane,
     load_f32,

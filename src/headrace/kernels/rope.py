@@ -17,16 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from headrace.kernels.tables import TOKEN_BYTES, TOKEN_PAGE, TOKEN_POSITION, TOKEN_SLOT
 from headrace.kernels.dots import inline
 from headrace.kernels.fields.rope import (
     ANGLES,
     BLOCK_TOKENS,
     EPSILON,
     HEADS,
+    KEY_NORM,
     KEYS,
     KEYS_STRIDE,
-    KEY_NORM,
     KV_HEADS,
     LAYER_OFFSET,
     OUTPUT,
@@ -37,13 +36,14 @@ from headrace.kernels.fields.rope import (
     QUERY_NORM,
     QUERY_SCALE,
     ROTATED,
-    TOKENS,
     TOKEN_TABLE,
+    TOKENS,
     VALUES,
     VALUES_STRIDE,
     WIDTH,
 )
 from headrace.kernels.rows import copy_bytes, root_mean_square
+from headrace.kernels.tables import TOKEN_BYTES, TOKEN_PAGE, TOKEN_POSITION, TOKEN_SLOT
 from headrace.kernels.vectors import (
     fma,
     load_f32,

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from headrace.kernels.dots import inline
-from headrace.kernels.math import gelu, silu
 from headrace.kernels.fields.rows import (
     ADDEND,
     ADDEND_NORM,
@@ -36,7 +35,8 @@ from headrace.kernels.fields.rows import (
     TOKENS,
     WEIGHT,
 )
-from headrace.kernels.program import GELU, NONE, SILU
+from headrace.kernels.math import gelu, silu
+from headrace.kernels.program import NONE, SILU
 from headrace.kernels.tiles import sum_bytes
 from headrace.kernels.vectors import (
     absolute,
@@ -58,7 +58,6 @@ from headrace.kernels.vectors import (
     sum_lanes,
     sum_quads,
 )
-
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -200,5 +199,5 @@ def commit(op: int, block: int, scratch: int) -> None:
         total = scratch + t * (4 * columns + stride)
         if sums != 0:
             copy_bytes(sums + (t0 + t) * load_i64(op + SUM_STRIDE), total, 4 * columns)
-        copy_bytes(load_i64(op + OUTPUT) + (t0 + t) * stride, total + 4 * columns, load_i64(op + QUANTISED) + load_i64(op + FLOATS))
-
+        num_bytes = load_i64(op + QUANTISED) + load_i64(op + FLOATS)
+        copy_bytes(load_i64(op + OUTPUT) + (t0 + t) * stride, total + 4 * columns, num_bytes)

@@ -12,6 +12,7 @@ import mmap
 import threading
 import time
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -158,7 +159,7 @@ class Team:
         for worker in self._workers:
             worker.join()
 
-    def __enter__(self) -> Team:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

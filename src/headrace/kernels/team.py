@@ -136,9 +136,7 @@ def _walk(control: int, thread: int, program: int, serial: int, number: int) -> 
         op = ops + i * OP_BYTES
         while complete < load_i64(op + AFTER):
             awaited = ops + complete * OP_BYTES
-            state = _wait(
-                control, thread, awaited, syncs + complete * SYNC_BYTES, stamps + 8 * complete, serial, own_ticks
-            )
+            state = _wait(control, thread, awaited, syncs + complete * SYNC_BYTES, stamps + 8 * complete, serial, own_ticks)
             if state == LATE:
                 return LATE
             complete += 1

@@ -112,9 +112,7 @@ class _Builder:
         for layer in range(len(config.layers)):
             ops += self._layer(layer)
         logits = found.get("logits", found["embedding"])
-        ops.append(
-            self._norm("last_norm", -1, "output_norm.weight", "last", [logits], post="post_ffw_norm", last_rows=True)
-        )
+        ops.append(self._norm("last_norm", -1, "output_norm.weight", "last", [logits], post="post_ffw_norm", last_rows=True))
         ops.append(Product(name="logits", layer=-1, matrix=logits, source="last", output="logits", last_rows=True))
         return ops
 

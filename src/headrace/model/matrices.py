@@ -164,9 +164,7 @@ class _Planner:
         self._gguf.require_tensor(name, (width,))
         self.vectors[name] = width
 
-    def _add(
-        self, name: str, tensors: list[GgufTensor], *, gated: bool = False, pairs_of_heads: tuple[str, ...] = ()
-    ) -> None:
+    def _add(self, name: str, tensors: list[GgufTensor], *, gated: bool = False, pairs_of_heads: tuple[str, ...] = ()) -> None:
         columns = tensors[0].shape[1]
         unit = PACKED[tensors[0].format.name].unit_columns
         if columns % unit:
