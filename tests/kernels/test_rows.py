@@ -152,17 +152,15 @@ def test_quantise_rounds_half_to_even(kernels: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_quantise_marks_a_block_that_is_not_finite(kernels: Any, rng: np.random.Generator, bad: float) -> None:
+def test_quantise_marks_a_row_that_is_not_finite(kernels: Any, rng: np.random.Generator, bad: float) -> None:
     x = rng.normal(size=(3, 128)).astype(np.float32)
-    clean = reference.QuantisedRows.decode(_run(kernels, x).quantised, 128)
+    clean = _run(kernels, x).quantised
     for column in (32, 47, 48, 63):
         spoilt = x.copy()
         spoilt[1, column] = bad
-        row = reference.QuantisedRows.decode(_run(kernels, spoilt).quantised, 128)
-        assert np.isnan(row.scale[1, 1])
-        row.scale[1, 1] = clean.scale[1, 1]
-        assert row.scale.tobytes() == clean.scale.tobytes()
-        assert np.delete(row.q, np.s_[32:64], axis=1).tobytes() == np.delete(clean.q, np.s_[32:64], axis=1).tobytes()
+        result = _run(kernels, spoilt).quantised
+        assert np.isnan(reference.QuantisedRows.decode(result, 128).scale[1]).all()
+        assert result[[0, 2]].tobytes() == clean[[0, 2]].tobytes()
 
 
 def test_norm_carries_not_a_number(kernels: Any, rng: np.random.Generator) -> None:

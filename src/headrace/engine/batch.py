@@ -113,9 +113,7 @@ class Tables:
         first = tuple(max(0, past - window + 1) // SEGMENT_TOKENS if window else 0 for window in self.windows)
         return (id(slices[0].page_addresses), past // SEGMENT_TOKENS, *first)
 
-    def _attention(
-        self, tables: Words, slices: Sequence[Slice], page_tables: list[int], states: int, window: int
-    ) -> int:
+    def _attention(self, tables: Words, slices: Sequence[Slice], page_tables: list[int], states: int, window: int) -> int:
         """Blocks of attention and entries of merge for layers with one window; returns the number of blocks."""
         config = self._config
         token_bytes = config.heads * self._state_bytes
@@ -141,9 +139,7 @@ class Tables:
             entries[:, 4] = pages
             entries[:, 5] = first + number
             entries[:, 6] = first + number + 1 if shared.split else first + shared.segments
-            entries[:, 7] = (
-                state + number * count * token_bytes + token * token_bytes + head * config.group * self._state_bytes
-            )
+            entries[:, 7] = state + number * count * token_bytes + token * token_bytes + head * config.group * self._state_bytes
             at = merge_at + row * MERGE_ENTRY_WORDS
             merges = tables[at : at + count * MERGE_ENTRY_WORDS].reshape(count, MERGE_ENTRY_WORDS)
             merges[:, 0] = state + np.arange(count) * token_bytes

@@ -91,10 +91,10 @@ class Executor:
 
     def _free_program(self, shape: tuple[int, int]) -> _StepProgram:
         """A program nobody reads, with the records of a shape; one of that shape if there is one."""
+        for number, program in enumerate(self._programs):
+            if self._shapes[number] == shape and self.team.is_free(program):
+                return program
         free = [number for number, program in enumerate(self._programs) if self.team.is_free(program)]
-        for number in free:
-            if self._shapes[number] == shape:
-                return self._programs[number]
         # every late thread can hold one program back, so one of threads + 1 is always free
         if not free or len(self._programs) < self.team.threads + _SHAPES_KEPT:
             self._programs.append(_StepProgram(len(self._graph), self._num_flags, self._tables.num_words))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headrace.engine.batch import Tables
 from headrace.kernels.fields import attention, embed, matmul, rope, rows
-from headrace.kernels.program import AFTER, COMMIT, COMPUTE, GELU, MAX_BLOCKS, NONE, NUM_BLOCKS, OP_FIELDS, SILU
+from headrace.kernels.program import AFTER, AHEAD, AHEAD_BLOCKS, AHEAD_BYTES, COMMIT, COMPUTE, GELU, MAX_BLOCKS, NONE, NUM_BLOCKS, OP_FIELDS, SILU
 from headrace.kernels.runtime import Memory, round_up
 from headrace.kernels.tables import state_bytes
 from headrace.kv.pages import layer_bytes
@@ -58,6 +58,8 @@ class Buffers:
             self.offsets[name] = offset
             offset += round_up(size, 4096)
         self.memory = Memory(offset)
+        width = self.strides["logits"] // 4
+        self._logits = self.memory.floats(self.offsets["logits"], max_outputs * width).reshape(max_outputs, width)
 
     def address(self, name: str) -> int:
         """Where a buffer starts."""
@@ -65,9 +67,7 @@ class Buffers:
 
     def logits(self, num_outputs: int, vocabulary: int) -> npt.NDArray[np.float32]:
         """The logits rows of the last step: a view, float32 [num_outputs, V]."""
-        width = self.strides["logits"] // 4
-        rows_ = self.memory.floats(self.offsets["logits"], num_outputs * width).reshape(num_outputs, width)
-        return rows_[:, :vocabulary]
+        return self._logits[:num_outputs, :vocabulary]
 
 
 def _strides(config: ModelConfig, graph: tuple[Operation, ...]) -> dict[str, int]:
@@ -125,8 +125,20 @@ class RecordBuilder:
             record[AFTER // 8] = after
             for offset, value in fields.items():
                 record[offset // 8] = value
+        if tokens == 1:
+            self._ask_ahead(records)
         assert int(records[:, NUM_BLOCKS // 8].max()) <= MAX_BLOCKS, "an operation has too many blocks"
         return records
+
+    def _ask_ahead(self, records: npt.NDArray[np.int64]) -> None:
+        """Tells every operation where the next product's weights lie."""
+        ahead = (0, 0, 0)
+        for index in reversed(range(len(self._graph))):
+            op, record = self._graph[index], records[index]
+            if isinstance(op, Product):
+                block_bytes = int(record[matmul.BLOCK_GROUPS // 8] * record[matmul.UNITS // 8]) * op.matrix.layout.unit_bytes
+                ahead = (int(record[matmul.WEIGHTS // 8]), block_bytes, int(record[NUM_BLOCKS // 8]))
+            record[AHEAD // 8], record[AHEAD_BYTES // 8], record[AHEAD_BLOCKS // 8] = ahead
 
     def max_flags(self, max_tokens: int, max_outputs: int) -> int:
         """Flags that a program for any number of tokens up to `max_tokens` needs."""

@@ -107,6 +107,12 @@ def _merge_state(state: int, width: int, output: int, m: Any, l: Any) -> None:
     if m == _NEGATIVE_INFINITY:
         return
     old = load_f32(state + 4 * width)
+    if old == _NEGATIVE_INFINITY:
+        # the first tokens: what the arithmetic below would give, without it
+        copy_bytes(state, output, 4 * width)
+        store_f32(state + 4 * width, m)
+        store_f32(state + 4 * width + 4, l)
+        return
     top = old if old > m else m
     keep, add = scalar_exp(old - top), scalar_exp(m - top)
     for i in range(width // 16):

@@ -18,7 +18,10 @@ COMMIT = 8  # address of the commit function
 NUM_BLOCKS = 16  # blocks to claim, at most MAX_BLOCKS
 AFTER = 24  # number of leading operations that must be complete before this one starts
 FLAGS = 32  # address of this operation's commit flags, one int64 per block
-_ARGUMENTS = 40
+AHEAD = 40  # address of what the next product reads, block after block; 0: nothing worth asking for early
+AHEAD_BYTES = 48  # bytes of one of its blocks
+AHEAD_BLOCKS = 56  # its number of blocks
+_ARGUMENTS = 64
 
 # activation functions, where a kernel takes one
 NONE, SILU, GELU = 0, 1, 2

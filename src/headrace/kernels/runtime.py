@@ -94,18 +94,23 @@ class Team:
         self._scratch_bytes = round_up(scratch_bytes, 4096)
         threads_at = layout.THREADS
         sync_at = threads_at + threads * layout.THREAD_BYTES
-        scratch_at = round_up(sync_at + max_ops * layout.SYNC_BYTES, 4096)
+        sync_stride = (1 + threads) * layout.SYNC_LINE
+        scratch_at = round_up(sync_at + max_ops * sync_stride, 4096)
         self._memory = Memory(scratch_at + threads * self._scratch_bytes)
         self._base = self._memory.address
         self._words = self._memory.words(0, scratch_at // 8)
         self._words[layout.SYNC // 8] = self._base + sync_at
+        self._words[layout.SYNC_STRIDE // 8] = sync_stride
+        self._words[layout.NUM_THREADS // 8] = threads
         for number in range(threads):
             self._thread_word(number, layout.SCRATCH, self._base + scratch_at + number * self._scratch_bytes)
         self.ticks_per_us = self._calibrate()
         self._words[layout.HELP_TICKS // 8] = int(HELP_AFTER_US * self.ticks_per_us)
         self._words[layout.SPIN_TICKS // 8] = int(SPIN_US * self.ticks_per_us)
+        # which step each worker is in
+        step_words = self._words[layout.THREADS // 8 :: layout.THREAD_BYTES // 8]
+        self._inside = step_words[1:threads]
         self._serial = 0
-        self._programs: list[Program] = []
         self._lock = threading.Lock()
         self._initialise_locks()
         self._workers = [
@@ -129,7 +134,7 @@ class Team:
         """Whether no thread can be reading a program any more."""
         if program.serial == 0:
             return True
-        return all(self._words[self._line(number)] != program.serial for number in range(1, self.threads))
+        return program.serial not in self._inside.tolist()
 
     def run(self, program: Program) -> None:
         """Runs a program to its end; every operation's flags, kernels and blocks must be set.

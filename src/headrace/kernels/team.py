@@ -1,10 +1,11 @@
 """The worker team: threads that walk a step's operations together, without a barrier that one of them can hold up.
 
-A thread claims blocks of the current operation (even threads from the front, odd ones from the back, so that each
-streams its own end of the weights), computes each into its own scratch, and commits it by compare-and-swap on the
-block's flag: the winner copies, a loser drops its result. A thread that has waited too long for an operation to
-complete *helps*: it computes a block that its claimant, having lost its core, has not committed. A thread that wakes
-late jumps to the front. So a step moves at the speed of whatever cores it has.
+Each thread has a stretch of an operation's blocks, so that it streams its own part of the weights in address order; when
+that is used up it takes blocks from the ends of the others' stretches. It computes a block into its own scratch, and
+commits it by compare-and-swap on the block's flag: the winner copies, a loser drops its result. While a thread waits it
+asks for the weights it will read next. A thread that has waited too long for an operation to complete *helps*: it
+computes a block that its claimant, having lost its core, has not committed. A thread that wakes late jumps to the front.
+So a step moves at the speed of whatever cores it has.
 
 Every word is tagged with the step's serial number, so what a late thread does to an old step has no effect on a new
 one. A program is not changed while any thread may read it (`INSIDE`), see `runtime.py`; `layout.py` says where the
@@ -34,6 +35,7 @@ from headrace.kernels.layout import (
     HELPED,
     INSIDE,
     MUTEX,
+    NUM_THREADS,
     PROGRAM,
     PROGRAM_NUM_OPS,
     PROGRAM_OPS,
@@ -43,21 +45,29 @@ from headrace.kernels.layout import (
     SPIN_TICKS,
     STOP,
     SYNC,
-    SYNC_BYTES,
-    SYNC_DONE,
+    SYNC_LINE,
+    SYNC_STRIDE,
     THREAD_BYTES,
     THREADS,
     WAITERS,
 )
-from headrace.kernels.program import AFTER, COMMIT, COMPUTE, FLAGS, NUM_BLOCKS, OP_BYTES
-from headrace.kernels.vectors import load_i64, store_i64
+from headrace.kernels.program import AFTER, AHEAD, AHEAD_BLOCKS, AHEAD_BYTES, COMMIT, COMPUTE, FLAGS, NUM_BLOCKS, OP_BYTES
+from headrace.kernels.vectors import load_i64, prefetch, store_i64
 
 LATE = -2
+AHEAD_LINES = 1024  # asked for while waiting: 64 KiB, an eighth of the smallest L2 cache of a core that matters
+FIRST_LINES = 24  # asked for before a small operation
 
 
 @inline
-def _claim(word: int, serial: int, from_back: int) -> int:
-    """The number of a block nobody has claimed, -1 if there is none, LATE if the step is over."""
+def stretch_start(blocks: int, thread: int, threads: int) -> int:
+    """The first block of a thread's stretch; a single block is the first thread's."""
+    return (blocks * thread + threads - 1) // threads
+
+
+@inline
+def _take(word: int, serial: int, from_back: int) -> int:
+    """A block of a stretch that nobody has claimed, -1 if there is none, LATE if the step is over."""
     while True:
         old = atomic_load(word)
         if (old >> 32) != serial:
@@ -73,6 +83,29 @@ def _claim(word: int, serial: int, from_back: int) -> int:
 
 
 @inline
+def _claim(control: int, sync: int, serial: int, number: int) -> int:
+    """The next block of the thread's own stretch, or the last one of another's; -1 if none is left, LATE if it is late."""
+    block = _take(sync + SYNC_LINE * (1 + number), serial, 0)
+    if block != -1:
+        return block
+    threads = load_i64(control + NUM_THREADS)
+    for distance in range(1, threads):
+        block = _take(sync + SYNC_LINE * (1 + (number + distance) % threads), serial, 1)
+        if block != -1:
+            return block
+    return -1
+
+
+@inline
+def _ask_ahead(op: int, number: int, threads: int, line: int, lines: int) -> None:
+    """Asks for some lines of what this thread will read first in the next product."""
+    start = stretch_start(load_i64(op + AHEAD_BLOCKS), number, threads) * load_i64(op + AHEAD_BYTES)
+    at = load_i64(op + AHEAD) + start + 64 * line
+    for i in range(lines):
+        prefetch(at + 64 * i)
+
+
+@inline
 def _run_block(op: int, sync: int, stamp: int, block: int, serial: int, scratch: int) -> int:
     """Computes a block and commits it unless another thread has; returns 1 if this thread did."""
     flag = load_i64(op + FLAGS) + 8 * block
@@ -83,7 +116,7 @@ def _run_block(op: int, sync: int, stamp: int, block: int, serial: int, scratch:
     if not compare_and_swap(flag, before, serial):
         return 0
     call_kernel(load_i64(op + COMMIT), op, block, scratch)
-    done = atomic_add(sync + SYNC_DONE, 1) + 1
+    done = atomic_add(sync, 1) + 1
     if (done & 0xFFFFFFFF) == load_i64(op + NUM_BLOCKS):
         store_i64(stamp, ticks())
     return 1
@@ -92,23 +125,35 @@ def _run_block(op: int, sync: int, stamp: int, block: int, serial: int, scratch:
 @inline
 def _complete(sync: int, blocks: int, serial: int) -> int:
     """1 if all blocks are committed, 0 if not yet, LATE if the step is over."""
-    word = atomic_load(sync + SYNC_DONE)
+    word = atomic_load(sync)
     if (word >> 32) != serial:
         return LATE
     return 1 if (word & 0xFFFFFFFF) >= blocks else 0
 
 
 @inline
-def _wait(control: int, thread: int, op: int, sync: int, stamp: int, serial: int, own_ticks: int) -> int:
-    """Waits until an operation is complete, helping after a while; 1, or LATE if the step is over."""
+def _wait(control: int, number: int, program: int, awaited: int, next_op: int, serial: int, own_ticks: int) -> int:
+    """Waits until an operation is complete; 1, or LATE if the step is over.
+
+    Meanwhile asks for what the thread will read next; after a while it helps.
+    """
+    op = load_i64(program + PROGRAM_OPS) + awaited * OP_BYTES
+    sync = load_i64(control + SYNC) + awaited * load_i64(control + SYNC_STRIDE)
+    stamp = load_i64(program + PROGRAM_STAMPS) + 8 * awaited
+    thread = control + THREADS + number * THREAD_BYTES
     blocks = load_i64(op + NUM_BLOCKS)
     patience = max(load_i64(control + HELP_TICKS), own_ticks + own_ticks // 4)
     start = ticks()
+    line = 0
     while True:
         state = _complete(sync, blocks, serial)
         if state != 0:
             return state
-        spin_pause()
+        if line < AHEAD_LINES and load_i64(next_op + AHEAD) != 0 and 64 * line < load_i64(next_op + AHEAD_BYTES):
+            _ask_ahead(next_op, number, load_i64(control + NUM_THREADS), line, 4)
+            line += 4
+        else:
+            spin_pause()
         if ticks() - start > patience:
             flags = load_i64(op + FLAGS)
             for block in range(blocks):
@@ -119,11 +164,10 @@ def _wait(control: int, thread: int, op: int, sync: int, stamp: int, serial: int
 
 
 @inline
-def _walk(control: int, thread: int, program: int, serial: int, number: int) -> int:
-    """Works through the step's operations; 1 when all were claimed, LATE if the step is over."""
+def _walk(control: int, program: int, serial: int, number: int) -> int:
+    """Works through the step's operations; 1 when all are complete, LATE if the step is over."""
     ops, num_ops = load_i64(program + PROGRAM_OPS), load_i64(program + PROGRAM_NUM_OPS)
-    stamps, syncs = load_i64(program + PROGRAM_STAMPS), load_i64(control + SYNC)
-    scratch = load_i64(thread + SCRATCH)
+    scratch = load_i64(control + THREADS + number * THREAD_BYTES + SCRATCH)
     complete = 0
     i = 0
     own_ticks = 0
@@ -135,31 +179,30 @@ def _walk(control: int, thread: int, program: int, serial: int, number: int) -> 
             complete = max(complete, load_i64(ops + i * OP_BYTES + AFTER))
         op = ops + i * OP_BYTES
         while complete < load_i64(op + AFTER):
-            awaited = ops + complete * OP_BYTES
-            state = _wait(control, thread, awaited, syncs + complete * SYNC_BYTES, stamps + 8 * complete, serial, own_ticks)
-            if state == LATE:
+            if _wait(control, number, program, complete, op, serial, own_ticks) == LATE:
                 return LATE
             complete += 1
         if (front >> 16) == serial and (front & 0xFFFF) < i:
             compare_and_swap(control + FRONT, front, serial << 16 | i)
-        sync = syncs + i * SYNC_BYTES
+        if load_i64(op + AHEAD) != 0:
+            # memory would idle during a small operation: a few lines hide the latency of the product that follows
+            _ask_ahead(op, number, load_i64(control + NUM_THREADS), 0, FIRST_LINES)
+        sync = load_i64(control + SYNC) + i * load_i64(control + SYNC_STRIDE)
+        stamp = load_i64(program + PROGRAM_STAMPS) + 8 * i
         begin = ticks()
         blocks = 0
-        while True:
-            block = _claim(sync, serial, number & 1)
-            if block == LATE:
-                return LATE
-            if block < 0:
-                break
-            _run_block(op, sync, stamps + 8 * i, block, serial, scratch)
+        block = _claim(control, sync, serial, number)
+        while block >= 0:
+            _run_block(op, sync, stamp, block, serial, scratch)
             blocks += 1
+            block = _claim(control, sync, serial, number)
+        if block == LATE:
+            return LATE
         if blocks > 0:
             own_ticks = (ticks() - begin) // blocks
         i += 1
     while complete < num_ops:
-        awaited = ops + complete * OP_BYTES
-        state = _wait(control, thread, awaited, syncs + complete * SYNC_BYTES, stamps + 8 * complete, serial, own_ticks)
-        if state == LATE:
+        if _wait(control, number, program, complete, ops, serial, own_ticks) == LATE:
             return LATE
         complete += 1
     return 1
@@ -168,11 +211,15 @@ def _walk(control: int, thread: int, program: int, serial: int, number: int) -> 
 def run_step(control: int, program: int, serial: int) -> None:
     """Runs a program on the calling thread and on all workers that are awake or wake up; returns when it is done."""
     ops, num_ops = load_i64(program + PROGRAM_OPS), load_i64(program + PROGRAM_NUM_OPS)
-    syncs = load_i64(control + SYNC)
+    threads = load_i64(control + NUM_THREADS)
     for i in range(num_ops):
         blocks = load_i64(ops + i * OP_BYTES + NUM_BLOCKS)
-        atomic_store(syncs + i * SYNC_BYTES, serial << 32 | blocks)
-        atomic_store(syncs + i * SYNC_BYTES + SYNC_DONE, serial << 32)
+        sync = load_i64(control + SYNC) + i * load_i64(control + SYNC_STRIDE)
+        # plain stores: nobody reads them before SERIAL says so, late threads see a foreign serial either way
+        store_i64(sync, serial << 32)
+        for thread in range(threads):
+            first, end = stretch_start(blocks, thread, threads), stretch_start(blocks, thread + 1, threads)
+            store_i64(sync + SYNC_LINE * (1 + thread), serial << 32 | first << 16 | end)
     store_i64(load_i64(program + PROGRAM_STAMPS) + 8 * num_ops, ticks())
     atomic_store(control + FRONT, serial << 16)
     atomic_store(control + PROGRAM, program)
@@ -181,7 +228,7 @@ def run_step(control: int, program: int, serial: int) -> None:
         mutex_lock(control + MUTEX)
         condition_broadcast(control + CONDITION)
         mutex_unlock(control + MUTEX)
-    _walk(control, control + THREADS, program, serial, 0)
+    _walk(control, program, serial, 0)
     # nobody enters a step that is over: from here on the program is read only by those who are inside
     atomic_store(control + SERIAL, -serial)
 
@@ -209,6 +256,6 @@ def work(control: int, number: int, unused: int) -> None:
         # the step may have ended, and its program been given up, before the two lines above
         if atomic_load(control + SERIAL) == serial:
             if serial > 0:
-                _walk(control, thread, program, serial, number)
+                _walk(control, program, serial, number)
             seen = serial
         atomic_store(thread + INSIDE, 0)
