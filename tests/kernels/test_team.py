@@ -294,3 +294,16 @@ def test_team_closes_right_after_a_step(best_kernels: Any, rng: np.random.Genera
             chain.fill(rng)
             team.run(chain.program)
         chain.check()
+
+
+@pytest.mark.parametrize("start", [2**31 - 4, 2**32 - 4])
+def test_team_runs_on_beyond_the_serials_a_word_can_hold(best_kernels: Any, rng: np.random.Generator, start: int) -> None:
+    """Words carry a step's serial in 31 bits, which a server of 500 steps a second uses up in fifty days."""
+    with _team(best_kernels, 3) as team:
+        team._serial = start
+        chain = Chain(best_kernels, 4)
+        for _ in range(8):
+            chain.fill(rng)
+            team.run_single(chain.program)
+            chain.check()
+        assert team._serial == start + 8

@@ -60,6 +60,12 @@ FIRST_LINES = 24  # asked for before a small operation
 
 
 @inline
+def _tag(serial: int) -> int:
+    """A step's mark in the upper half of a word: its serial, wrapped before it could reach the sign (in fifty days)."""
+    return serial & 0x7FFFFFFF
+
+
+@inline
 def stretch_start(blocks: int, thread: int, threads: int) -> int:
     """The first block of a thread's stretch; a single block is the first thread's."""
     return (blocks * thread + threads - 1) // threads
@@ -70,7 +76,7 @@ def _take(word: int, serial: int, from_back: int) -> int:
     """A block of a stretch that nobody has claimed, -1 if there is none, LATE if the step is over."""
     while True:
         old = atomic_load(word)
-        if (old >> 32) != serial:
+        if (old >> 32) != _tag(serial):
             return LATE
         first, end = (old >> 16) & 0xFFFF, old & 0xFFFF
         if first >= end:
@@ -126,7 +132,7 @@ def _run_block(op: int, sync: int, stamp: int, block: int, serial: int, scratch:
 def _complete(sync: int, blocks: int, serial: int) -> int:
     """1 if all blocks are committed, 0 if not yet, LATE if the step is over."""
     word = atomic_load(sync)
-    if (word >> 32) != serial:
+    if (word >> 32) != _tag(serial):
         return LATE
     return 1 if (word & 0xFFFFFFFF) >= blocks else 0
 
@@ -216,10 +222,10 @@ def run_step(control: int, program: int, serial: int) -> None:
         blocks = load_i64(ops + i * OP_BYTES + NUM_BLOCKS)
         sync = load_i64(control + SYNC) + i * load_i64(control + SYNC_STRIDE)
         # plain stores: nobody reads them before SERIAL says so, late threads see a foreign serial either way
-        store_i64(sync, serial << 32)
+        store_i64(sync, _tag(serial) << 32)
         for thread in range(threads):
             first, end = stretch_start(blocks, thread, threads), stretch_start(blocks, thread + 1, threads)
-            store_i64(sync + SYNC_LINE * (1 + thread), serial << 32 | first << 16 | end)
+            store_i64(sync + SYNC_LINE * (1 + thread), _tag(serial) << 32 | first << 16 | end)
     store_i64(load_i64(program + PROGRAM_STAMPS) + 8 * num_ops, ticks())
     atomic_store(control + FRONT, serial << 16)
     atomic_store(control + PROGRAM, program)
