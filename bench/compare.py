@@ -7,8 +7,8 @@
 
 Prints a table and ends in one JSON line. Needs the extra `bench` (xllamacpp, openvino-genai); an engine that is not
 installed is left out, and the table says so. A machine that does other work gives no results: the run then says so, no goal
-counts as reached, and the README stays as it is. llama.cpp runs twice, with its own default and without flash attention, and
-every ratio is against the better of the two.
+counts as reached, and the README stays as it is. llama.cpp runs twice, as it comes and without flash attention; goals are
+against the first, and a column of its own says what is left against the better of the two.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def measure_all(options: argparse.Namespace) -> tuple[list[f.Row], list[str], di
     notes += [*session.notes, *failures]
     notes.append(
         f"- Medians of {options.repeat} rounds in turn after a warm-up, in brackets the lowest and the highest; ratios are "
-        "against the better of llama.cpp's two settings."
+        "against llama.cpp as it comes, the last column against the better of its two settings."
     )
     taken = "an unknown share" if others is None else f"{others:.1%}"
     verdict = "" if quiet else "; that is too much, and none of these figures is a result"

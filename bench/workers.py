@@ -48,7 +48,7 @@ def prompt(num_tokens: int, number: int = 0) -> list[int]:
 
 
 class Headrace(Engine):
-    """This project, through the sequences that its own benchmark uses, with its sampler."""
+    """This project, as its users drive it: greedy answers on top of a sequence."""
 
     def __init__(self) -> None:
         self._model: Any = None
@@ -75,18 +75,9 @@ class Headrace(Engine):
 
     def decode(self, depth: int, num_tokens: int) -> float:
         """Generates greedily on top of `depth` tokens."""
-        from headrace.engine.sampler import Sampler, SamplingParams
-
-        sampler = Sampler(SamplingParams(), self._model.vocab_size)
-        tokens = prompt(depth)
-        common = self._sequence.keep_common(tokens)
-        self._sequence.truncate(min(common, depth - 1))
-        logits = self._sequence.append(tokens[self._sequence.num_tokens :])
-        start = time.perf_counter()
-        for _ in range(num_tokens):
-            token = sampler.sample(logits, self._sequence.token_ids, self._sequence.num_tokens).token_id
-            logits = self._sequence.append([token])
-        return num_tokens / (time.perf_counter() - start)
+        answer = self._model.generate_ids(prompt(depth), sequence=self._sequence, max_tokens=num_tokens + 1, ignore_end=True)
+        answer.text()
+        return float(num_tokens / answer.result.timings.decode_s)
 
     def account(self, num_tokens: int) -> dict[str, Any]:
         """What Headrace's own benchmark says, and what its memory is made of."""

@@ -27,7 +27,18 @@ FORMATS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K",
 KERNELS = (
     *(f"matmul:{name}" for name in FORMATS),
     *("matmul.commit", "embed:Q4_1", "embed:Q6_K", "embed.commit", "rows", "rows.commit", "rope", "rope.commit"),
-    *("attention:1", "attention:3", "attention:4", "attention.commit", "merge", "merge.commit", "reduce.candidates"),
+    *(
+        "attention:1",
+        "attention:3",
+        "attention:4",
+        "attention.commit",
+        "merge",
+        "merge.commit",
+        "find",
+        "find.commit",
+        "choose",
+        "choose.commit",
+    ),
     *("team.run_step", "team.work", "probes.read", "probes.ticks"),
 )
 _LINKABLE = {"cpu": CPU, "features": FEATURES, "reloc": "pic", "codemodel": "default", "jit": False}

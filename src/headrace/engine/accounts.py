@@ -43,10 +43,12 @@ class Account:
         self._num_stamps = 0
         self._ticks: npt.NDArray[np.int64] = np.zeros(len(graph), np.int64)
 
-    def add(self, batch: tuple[SequenceStep, ...], program: Program) -> None:
-        """Books a step that has run."""
+    def add(self, batch: tuple[SequenceStep, ...], stamps: npt.NDArray[np.int64], began: int) -> None:
+        """Books a step that has run: when each of its operations was complete, and when the first could begin."""
         self._batches.append(batch)
-        self._stamps[self._num_stamps] = program.stamps
+        row = self._stamps[self._num_stamps]
+        row[: len(stamps)] = stamps
+        row[len(stamps) :] = began  # operations that took no part, and the last place: when the step began
         self._num_stamps += 1
         if self._num_stamps == _BUFFERED_STEPS:
             self._sum_ticks()
@@ -69,8 +71,9 @@ class Account:
                 entry[0] += 1
                 entry[1] += row.macs
                 entry[2] += row.total_bytes
-        if self._batches:
-            for row, ticks in zip(self._ledger.rows(self._batches[-1]), self._ticks, strict=True):
+        every_operation = self._ledger.rows((SequenceStep(1, chosen=True),))
+        for row, ticks in zip(every_operation, self._ticks, strict=True):
+            if ticks:
                 sums[_label(row)][3] += float(ticks) / self._ticks_per_us / 1e6
         return [
             OperationAccount(self.phase, label, int(calls), int(macs), int(moved), time_s)

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.batch import Slice, Tables
+from headrace.engine.ahead import MAX_STEPS, AheadProgram, AheadRunner
+from headrace.engine.batch import Slice, Tables, Words
 from headrace.engine.records import Buffers, Places, RecordBuilder, kernels_of
 from headrace.kernels.library import KernelLibrary
 from headrace.kernels.program import NUM_BLOCKS
 from headrace.kernels.runtime import Program, Team
 from headrace.kv.pages import pages_for
 from headrace.model.config import ModelConfig
-from headrace.model.graph import Attention, Operation
+from headrace.model.graph import Attention, Operation, greedy_graph
 from headrace.model.step import MAX_STEP_TOKENS
 
 MAX_STEP_OUTPUTS = 64
@@ -38,13 +39,14 @@ class Executor:
         context_tokens: int,
     ) -> None:
         self._config, self._graph, self._angles = config, graph, places.angles
-        library.prepare(kernels_of(graph, config.group))
+        ahead = greedy_graph(graph)
+        library.prepare(kernels_of(ahead, config.group))
         self.buffers = Buffers(config, graph, MAX_STEP_TOKENS, MAX_STEP_OUTPUTS)
         max_pages = pages_for(context_tokens) + MAX_STEP_TOKENS
         self._tables = Tables(config, MAX_STEP_TOKENS, max_pages, self.buffers.states_bytes, threads)
         self._records = RecordBuilder(config, graph, places, self.buffers, self._tables, library.address, threads)
         self._num_flags = self._records.max_flags(MAX_STEP_TOKENS, MAX_STEP_OUTPUTS)
-        self.team = Team(library, threads, self._records.scratch_bytes(), len(graph))
+        self.team = Team(library, threads, self._records.scratch_bytes(), MAX_STEPS * len(ahead))
         self._programs: list[_StepProgram] = []
         self._shapes: dict[int, tuple[int, int]] = {}
         self._windows: dict[int, npt.NDArray[np.intp]] = {}
@@ -52,6 +54,7 @@ class Executor:
             numbers = [i for i, op in enumerate(graph) if isinstance(op, Attention) and op.window == window]
             self._windows[window] = np.array(numbers)
         self._last: Program | None = None
+        self._ahead = AheadRunner(config, ahead, places, library, self.buffers, self.team, max_pages)
 
     def run(self, slices: Sequence[Slice]) -> npt.NDArray[np.float32]:
         """Runs one step of at most MAX_STEP_TOKENS tokens.
@@ -78,6 +81,11 @@ class Executor:
         self.team.run(program)
         self._last = program
         return self.buffers.logits(outputs, self._config.vocabulary)
+
+    def run_ahead(self, token: int, past_tokens: int, page_addresses: Words, steps: int) -> tuple[list[int], AheadProgram]:
+        """Runs up to MAX_STEPS steps of one sequence, each with the most likely token of the one before; see `ahead`."""
+        self._angles.cover(past_tokens + steps)
+        return self._ahead.run(token, past_tokens, page_addresses, steps)
 
     @property
     def last_program(self) -> Program:

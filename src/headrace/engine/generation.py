@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.accounts import Account, OperationAccount
+from headrace.engine.ahead import MAX_STEPS
 from headrace.engine.results import FinishReason, GenerationResult, Piece, Timings, TokenLogprob, Usage
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sequence import Sequence as TokenSequence
@@ -16,10 +18,16 @@ from headrace.errors import ContextOverflowError, HeadraceError
 from headrace.text.detokenizer import StreamingDetokenizer
 from headrace.text.tokenizer import Tokenizer
 
+_AHEAD_S = 0.03
+"""How long several steps in one go may take: what feels immediate to a reader, and to somebody who cancels."""
+
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What an answer needs: `prompt_ids` is the whole prompt, of which `cached_tokens` are in the sequence already."""
+    """What an answer needs: `prompt_ids` is the whole prompt, of which `cached_tokens` are in the sequence already.
+
+    `end_ids` are the tokens that end it.
+    """
 
     prompt_ids: tuple[int, ...]
     cached_tokens: int
@@ -27,6 +35,7 @@ class GenerationPlan:
     context_tokens: int
     stop: tuple[str, ...]
     load_s: float
+    end_ids: frozenset[int]
 
 
 class Generation(Iterator[Piece]):
@@ -59,6 +68,7 @@ class Generation(Iterator[Piece]):
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._times = [0.0, 0.0]  # prefill, decode
+        self._step_s: float | None = None
         self._finish: FinishReason | None = None
         self._pieces: Generator[Piece, None, None] = self._run()
 
@@ -107,39 +117,77 @@ class Generation(Iterator[Piece]):
         return self._prefill.operations() + self._decode.operations()
 
     def _run(self) -> Generator[Piece, None, None]:
-        token_ids: Sequence[int] = self._plan.prompt_ids[self._plan.cached_tokens :]
-        account, phase = self._prefill, 0
+        compute, phase = self._first, 0
         try:
-            while self._finish is None:
+            while self._finish is None and not self._cancelled:
                 start = self._clock()
-                piece = self._commit(self._compute(token_ids, account))
+                sampled = compute()
                 # what the reader of a piece does until it asks for the next one is no part of it
-                self._times[phase] += self._clock() - start
-                if piece is None:
-                    break
-                if piece.text or piece.token_ids:
-                    yield piece
-                token_ids, account, phase = self._token_ids[-1:], self._decode, 1
+                taken_s = self._clock() - start
+                self._times[phase] += taken_s
+                if phase == 1 and sampled:
+                    self._step_s = taken_s / len(sampled)
+                yield from self._take_all(sampled)
+                compute, phase = self._several if self._sampler.params.takes_largest else self._one, 1
         except HeadraceError:
             self.failed = True
             raise
         finally:
             self._end("cancelled")
 
+    def _first(self) -> list[Sampled]:
+        """Prefills the prompt and chooses the first token."""
+        return self._sample(self._compute(self._plan.prompt_ids[self._plan.cached_tokens :], self._prefill))
+
+    def _one(self) -> list[Sampled]:
+        """One step, one token."""
+        return self._sample(self._compute(self._token_ids[-1:], self._decode))
+
+    def _several(self) -> list[Sampled]:
+        """Several steps in one go, as many as take a moment; each chooses its token itself."""
+        with self._booked(self._decode):
+            chosen = self._sequence.run_ahead(self._token_ids[-1], self._steps_ahead())
+        return [Sampled(token) for token in chosen]
+
+    def _take_all(self, sampled: list[Sampled]) -> Generator[Piece, None, None]:
+        """Takes tokens one by one; those behind the end of the answer, or not asked for any more, are forgotten."""
+        try:
+            for token in sampled:
+                if self._cancelled or self._finish is not None:
+                    break
+                piece = self._take(token)
+                if piece.text or piece.token_ids:
+                    yield piece
+        finally:
+            self._sequence.truncate(len(self._history))
+
+    def _steps_ahead(self) -> int:
+        """A power of two, so that few programs are built: within the answer's bounds, and within what feels immediate."""
+        room = min(self._plan.max_tokens - len(self._token_ids), self._plan.context_tokens - len(self._history) + 1, MAX_STEPS)
+        quick = 1 if self._step_s is None else int(_AHEAD_S / max(self._step_s, 1e-9))
+        room = min(room, quick)
+        return 1 << (max(room, 1).bit_length() - 1)
+
     def _compute(self, token_ids: Sequence[int], account: Account) -> npt.NDArray[np.float32]:
+        with self._booked(account):
+            return self._sequence.append(token_ids, cancelled=lambda: self._cancelled)
+
+    @contextmanager
+    def _booked(self, account: Account) -> Iterator[None]:
+        """Steps inside are booked on this account too."""
         self._sequence.accounts.append(account)
         try:
-            return self._sequence.append(token_ids, cancelled=lambda: self._cancelled)
+            yield
         finally:
             self._sequence.accounts.remove(account)
 
-    def _commit(self, logits: npt.NDArray[np.float32]) -> Piece | None:
-        """Samples a token; None if the answer was cancelled before it."""
-        if self._cancelled:
-            return None
+    def _sample(self, logits: npt.NDArray[np.float32]) -> list[Sampled]:
+        return [] if self._cancelled else [self._sampler.sample(logits, self._history, len(self._history))]
+
+    def _take(self, sampled: Sampled) -> Piece:
+        """Makes a token part of the answer, or ends the answer with it."""
         history = self._history
-        sampled = self._sampler.sample(logits, history, len(history))
-        if sampled.token_id in self._tokenizer.end_ids:
+        if sampled.token_id in self._plan.end_ids:
             self._finish = "stop"
             text = self._detokenizer.finish()
             self._text.append(text)

@@ -36,7 +36,7 @@ from headrace.kernels.runtime import TEAM_KERNELS
 from headrace.kv.pages import PageArena, page_bytes
 from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
-from headrace.model.graph import build_graph
+from headrace.model.graph import build_graph, greedy_graph
 from headrace.model.step import StepLedger
 from headrace.text.chat_template import ChatTemplate, Message
 from headrace.weights.progress import NullProgress, Progress
@@ -103,8 +103,9 @@ class Model:
         plan = plan_memory(self.config, weights.num_bytes, context, free_bytes)
         self.context_tokens = plan.context_tokens
         self.graph = build_graph(self.config, weights.matrices)
+        self._booking_graph = greedy_graph(self.graph)
         prepare_kernels(
-            library, [*kernels_of(self.graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress
+            library, [*kernels_of(self._booking_graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress
         )
         self._arena = PageArena(plan.num_pages, page_bytes(self.config))
         places = Places(
@@ -114,6 +115,7 @@ class Model:
         )
         self._executor = Executor(self.config, self.graph, places, library, threads, plan.context_tokens)
         self.step_ledger = StepLedger(self.config, self.graph, threads)
+        self._booking_ledger = StepLedger(self.config, self._booking_graph, threads)
         self._template: ChatTemplate | None = None
         self._bandwidth: float | None = None
         self._closed = False
@@ -183,6 +185,32 @@ class Model:
         params = sampling_params(sampling, overrides, logprobs)
         sequence = self.sequence()
         return self._start(sequence, ids, max_tokens, params, stop, lambda generation: sequence.close())
+
+    def generate_ids(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        sequence: TokenSequence | None = None,
+        max_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        ignore_end: bool = False,
+        logprobs: int = 0,
+        **overrides: Unpack[SamplingOptions],
+    ) -> Generation:
+        """An answer to a prompt of token ids; options that are not named here are those of `generate`.
+
+        What the prompt shares with `sequence`, if there is one, is not computed again; prompt and answer stay there. With
+        `ignore_end` the answer goes on behind end tokens, up to `max_tokens`: for measurements.
+
+        Raises:
+            OptionError: an option cannot be used.
+            ContextOverflowError: the prompt leaves no room for an answer.
+        """
+        params = sampling_params(sampling, overrides, logprobs)
+        own = self.sequence() if sequence is None else sequence
+        on_end = (lambda generation: own.close()) if sequence is None else (lambda generation: None)
+        return self._start(own, prompt_ids, max_tokens, params, stop, on_end, ignore_end=ignore_end)
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its past between turns.
@@ -266,7 +294,7 @@ class Model:
         self.close()
 
     def _account(self, phase: str) -> Account:
-        return Account(self.step_ledger, self.graph, self._executor.team.ticks_per_us, phase)
+        return Account(self._booking_ledger, self._booking_graph, self._executor.team.ticks_per_us, phase)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -280,6 +308,8 @@ class Model:
         params: SamplingParams,
         stop: Sequence[str],
         on_end: Callable[[Generation], None],
+        *,
+        ignore_end: bool = False,
     ) -> Generation:
         if max_tokens < 1:
             raise OptionError(f"max_tokens={max_tokens} generates nothing: use 1 or more")
@@ -289,7 +319,8 @@ class Model:
         # the last token is always computed anew: its logits are needed
         cached = min(sequence.keep_common(prompt_ids), len(prompt_ids) - 1)
         sequence.truncate(cached)
-        plan = GenerationPlan(tuple(prompt_ids), cached, max_tokens, self.context_tokens, tuple(stop), self.load_s)
+        ends = frozenset() if ignore_end else self.tokenizer.end_ids
+        plan = GenerationPlan(tuple(prompt_ids), cached, max_tokens, self.context_tokens, tuple(stop), self.load_s, ends)
         return Generation(
             plan,
             sequence,

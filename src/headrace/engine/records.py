@@ -15,19 +15,32 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.batch import Tables
-from headrace.kernels.fields import attention, embed, matmul, rope, rows
-from headrace.kernels.program import AFTER, AHEAD, AHEAD_BLOCKS, AHEAD_BYTES, COMMIT, COMPUTE, GELU, MAX_BLOCKS, NONE, NUM_BLOCKS, OP_FIELDS, SILU
+from headrace.kernels.fields import attention, choose, embed, matmul, rope, rows
+from headrace.kernels.program import (
+    AFTER,
+    AHEAD,
+    AHEAD_BLOCKS,
+    AHEAD_BYTES,
+    COMMIT,
+    COMPUTE,
+    GELU,
+    MAX_BLOCKS,
+    NONE,
+    NUM_BLOCKS,
+    OP_FIELDS,
+    SILU,
+)
 from headrace.kernels.runtime import Memory, round_up
 from headrace.kernels.tables import state_bytes
 from headrace.kv.pages import layer_bytes
 from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
-from headrace.model.graph import Attention, Embed, Merge, Operation, Product, Rope, Rows, activation_row_bytes
-from headrace.model.step import PAGE_TOKENS, states_buffer_bytes
+from headrace.model.graph import Attention, Choose, Embed, Find, Merge, Operation, Product, Rope, Rows, activation_row_bytes
+from headrace.model.step import CHOICE_PARTS, PAGE_TOKENS, states_buffer_bytes
 
 _ACTIVATIONS = {"": NONE, "silu": SILU, "gelu": GELU}
-_BLOCK_BYTES = 96 * 1024  # of weights in a block when one token is computed: a few microseconds of reading
-_FEWEST_BLOCKS = 4  # per thread and product, where the matrix has as many groups
+_BLOCK_BYTES = 64 * 1024  # of weights in a block when one token is computed: a few microseconds of reading
+_FEWEST_BLOCKS = 6  # per thread and product, where the matrix has as many groups
 _TOKENS_PER_BLOCK = 8  # of row-wise work
 _SCRATCH_TOKENS = 256  # tokens of a product's block at most
 _SCRATCH_BYTES = 1 << 20
@@ -126,15 +139,15 @@ class RecordBuilder:
             for offset, value in fields.items():
                 record[offset // 8] = value
         if tokens == 1:
-            self._ask_ahead(records)
+            self.ask_ahead(records)
         assert int(records[:, NUM_BLOCKS // 8].max()) <= MAX_BLOCKS, "an operation has too many blocks"
         return records
 
-    def _ask_ahead(self, records: npt.NDArray[np.int64]) -> None:
-        """Tells every operation where the next product's weights lie."""
+    def ask_ahead(self, records: npt.NDArray[np.int64]) -> None:
+        """Tells every operation of a step, or of several in a row, where the next product's weights lie."""
         ahead = (0, 0, 0)
-        for index in reversed(range(len(self._graph))):
-            op, record = self._graph[index], records[index]
+        for index in reversed(range(len(records))):
+            op, record = self._graph[index % len(self._graph)], records[index]
             if isinstance(op, Product):
                 block_bytes = int(record[matmul.BLOCK_GROUPS // 8] * record[matmul.UNITS // 8]) * op.matrix.layout.unit_bytes
                 ahead = (int(record[matmul.WEIGHTS // 8]), block_bytes, int(record[NUM_BLOCKS // 8]))
@@ -169,6 +182,10 @@ class RecordBuilder:
             return f"attention:{self._config.group}", "attention.commit", self._attention(op, base)
         if isinstance(op, Merge):
             return "merge", "merge.commit", self._merge(op, tokens, base)
+        if isinstance(op, Find):
+            return "find", "find.commit", {NUM_BLOCKS: CHOICE_PARTS, **self._choice()}
+        if isinstance(op, Choose):
+            return "choose", "choose.commit", {NUM_BLOCKS: 1, **self._choice()}
         assert isinstance(op, Embed)
         return f"embed:{op.matrix.format}", "embed.commit", self._embed(op, tokens, base)
 
@@ -294,6 +311,16 @@ class RecordBuilder:
             attention.MERGE_FLOATS: floats,
         }
 
+    def _choice(self) -> dict[int, int]:
+        """What `find` and `choose` share; where they leave their results is the caller's."""
+        vocabulary = self._config.vocabulary
+        return {
+            choose.LOGITS: self._buffers.address("logits"),
+            choose.COUNT: vocabulary,
+            choose.PART: round_up(-(-vocabulary // CHOICE_PARTS), 16),
+            choose.NUM_PARTS: CHOICE_PARTS,
+        }
+
     def _embed(self, op: Embed, tokens: int, base: int) -> dict[int, int]:
         return {
             NUM_BLOCKS: tokens,
@@ -331,7 +358,9 @@ def kernels_of(graph: tuple[Operation, ...], group: int) -> list[str]:
     names = ["rows", "rows.commit", "rope", "rope.commit", "attention.commit", "merge", "merge.commit"]
     names += [f"attention:{group}", "matmul.commit", "embed.commit"]
     for op in graph:
-        if isinstance(op, Product):
+        if isinstance(op, Find):
+            names += ["find", "find.commit", "choose", "choose.commit"]
+        elif isinstance(op, Product):
             names.append(f"matmul:{op.matrix.format}")
         elif isinstance(op, Embed):
             names.append(f"embed:{op.matrix.format}")

@@ -104,6 +104,11 @@ class SamplingParams:
             _check_whole("seed", self.seed, 2**64 - 1, "from 0 to 2^64 - 1, or left out")
 
     @property
+    def takes_largest(self) -> bool:
+        """Whether the token of the largest logit is all that is asked for: then the step itself can choose it."""
+        return self.temperature == 0.0 and not self.has_penalties and self.logprobs == 0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether any penalty can change a logit."""
         changes = self.repeat_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

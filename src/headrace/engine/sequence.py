@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
     from headrace.engine.accounts import Account
 
+_NOT_FINITE = (
+    "the logits of tokens {first} to {last} are not finite: the model file is damaged or its values overflow; "
+    "fetch or convert it again"
+)
+
 
 class Sequence:
     """Tokens and their past, of one conversation or one request."""
@@ -62,6 +67,36 @@ class Sequence:
             logits = rows[-1]
         assert logits is not None
         return logits
+
+    def run_ahead(self, token_id: int, steps: int) -> list[int]:
+        """Computes a token and those that greedy decoding puts behind it, in one go.
+
+        Args:
+            token_id: the token to begin with.
+            steps: how many tokens to compute, up to `ahead.MAX_STEPS`.
+
+        Returns:
+            The most likely token after each one computed; all but the last of them are part of the sequence now.
+
+        Raises:
+            ContextOverflowError: there is no room for all of them; nothing is computed.
+            NumericError: logits are not finite.
+        """
+        past = self.num_tokens
+        self._reserve(past + steps)
+        chosen, program = self._executor.run_ahead(token_id, past, self._addresses, steps)
+        if min(chosen) < 0:
+            self.truncate(past)
+            raise NumericError(_NOT_FINITE.format(first=past + chosen.index(-1), last=past + chosen.index(-1)))
+        self.token_ids += [token_id, *chosen[:-1]]
+        length = (len(program.stamps) - 1) // steps
+        for step in range(steps):
+            batch = (SequenceStep(1, past + step, chosen=True),)
+            begin = step * length
+            for account in self.accounts:
+                # a step begins when the one before is complete; the place behind the last operation is the program's begin
+                account.add(batch, program.stamps[begin : begin + length], program.stamps[begin - 1])
+        return chosen
 
     def append_all(self, token_ids: Tokens[int]) -> npt.NDArray[np.float32]:
         """Like `append`, but gives the logits of every token: float32 [T, V], a copy.
@@ -115,10 +150,7 @@ class Sequence:
             rows = self._step(chunk, min(outputs, len(chunk)))
             # a single row is for the sampler, which looks at every value anyway
             if outputs > 1 and not np.isfinite(rows).all():
-                raise NumericError(
-                    f"the logits of tokens {start} to {start + len(chunk) - 1} are not finite: the model file is damaged or "
-                    "its values overflow; fetch or convert it again"
-                )
+                raise NumericError(_NOT_FINITE.format(first=start, last=start + len(chunk) - 1))
             yield rows
 
     def _reserve(self, num_tokens: int) -> None:
@@ -148,6 +180,7 @@ class Sequence:
         part = Slice(ids, self.num_tokens, self._addresses, outputs)
         logits = self._executor.run([part])
         self.token_ids += ids
+        stamps = self._executor.last_program.stamps
         for account in self.accounts:
-            account.add((SequenceStep(len(ids), part.past_tokens, outputs),), self._executor.last_program)
+            account.add((SequenceStep(len(ids), part.past_tokens, outputs),), stamps[:-1], stamps[-1])
         return logits

@@ -20,7 +20,7 @@ from headrace.kernels.library import entry_name, seal
 
 def kernel_function(name: str) -> Callable[[int, int, int], None]:
     """The Python function of a kernel: 'matmul:Q4_1', 'attention:3' (heads in a group), 'rows', ..."""
-    from headrace.kernels import attention, embed, matmul, probes, reduce, rope, rows, team
+    from headrace.kernels import attention, choose, embed, matmul, probes, rope, rows, team
 
     plain: dict[str, Callable[[int, int, int], None]] = {
         "rows": rows.compute,
@@ -32,9 +32,12 @@ def kernel_function(name: str) -> Callable[[int, int, int], None]:
         "merge.commit": attention.commit_merge,
         "matmul.commit": matmul.commit,
         "embed.commit": embed.commit,
+        "find": choose.find,
+        "find.commit": choose.commit_find,
+        "choose": choose.choose,
+        "choose.commit": choose.commit_choose,
         "team.run_step": team.run_step,
         "team.work": team.work,
-        "reduce.candidates": reduce.candidates,
         "probes.read": probes.read,
         "probes.nothing": probes.nothing,
         "probes.ticks": probes.read_ticks,

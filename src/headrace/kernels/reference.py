@@ -273,27 +273,6 @@ def merge(states: Sequence[tuple[Array, float, float]]) -> Doubles:
 # ---- reductions ----
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """What a sampler needs of a row of logits [V]: `ids` and `values` are those within the margin, in order of id."""
-
-    largest: float
-    sum_exp: float
-    ids: npt.NDArray[np.int64]
-    values: Floats
-    num_found: int
-    is_finite: bool
-
-
-def candidates(logits: Floats, margin: float, capacity: int) -> Candidates:
-    """The largest value, the sum of e^(value - largest), and at most `capacity` values >= largest - margin."""
-    largest = logits.max()
-    ids = np.flatnonzero(logits >= largest - np.float32(margin))
-    return Candidates(
-        largest=float(largest),
-        sum_exp=float(exp(logits - largest).sum()),
-        ids=ids[:capacity],
-        values=logits[ids[:capacity]],
-        num_found=len(ids),
-        is_finite=bool(np.isfinite(logits).all()),
-    )
+def chosen_token(logits: Floats) -> int:
+    """The lowest id of the largest of float32 [V] logits; -1 if one is not finite."""
+    return int(logits.argmax()) if np.isfinite(logits).all() else -1

@@ -96,6 +96,21 @@ class Merge(Operation):
     floats: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Find(Operation):
+    """The largest logit of each part of a row, see `kernels/choose.py`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choose(Operation):
+    """The most likely token, for the step that follows."""
+
+
+def greedy_graph(graph: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """A step that also chooses the most likely token."""
+    return (*graph, Find(name="choose", layer=-1), Choose(name="choose", layer=-1))
+
+
 def build_graph(config: ModelConfig, matrices: Matrices) -> tuple[Operation, ...]:
     """The operations of every step of a model."""
     return tuple(_Builder(config, matrices).build())

@@ -19,7 +19,7 @@ from functools import lru_cache
 from headrace.kernels.packed import quantised_row_bytes
 from headrace.kernels.tables import SEGMENT_TOKENS, state_bytes
 from headrace.model.config import ModelConfig
-from headrace.model.graph import Attention, Embed, Merge, Operation, Product, Rope, Rows, activation_row_bytes
+from headrace.model.graph import Attention, Choose, Embed, Find, Merge, Operation, Product, Rope, Rows, activation_row_bytes
 
 PAGE_TOKENS = 32
 """Tokens in a page of keys and values."""
@@ -27,15 +27,20 @@ ATTENTION_ROWS = 48  # query rows in a block of attention, about
 _BLOCKS_PER_THREAD = 4
 MAX_STEP_TOKENS = 256
 _MIN_STATES_BYTES = 16 << 20
+CHOICE_PARTS = 16  # blocks that look for the most likely token
 
 
 @dataclass(frozen=True)
 class SequenceStep:
-    """One sequence's part of a step: `new_tokens` on top of `past_tokens`, logits of the last `outputs` of them."""
+    """One sequence's part of a step: `new_tokens` on top of `past_tokens`, logits of the last `outputs` of them.
+
+    `chosen`: the step also chooses the most likely token.
+    """
 
     new_tokens: int
     past_tokens: int = 0
     outputs: int = 1
+    chosen: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,13 +141,13 @@ class StepLedger:
         self._fixed = lru_cache(maxsize=1024)(self._fixed_totals)
 
     def rows(self, batch: Sequence[SequenceStep]) -> tuple[LedgerRow, ...]:
-        """One row per operation, in the order of the step."""
-        return tuple(self._row(op, batch) for op in self._graph)
+        """One row per operation, in the order of the step; choosing a token only where it is done."""
+        return tuple(self._row(op, batch) for op in self._graph if _takes_part(op, batch))
 
     def totals(self, batch: Sequence[SequenceStep]) -> LedgerTotals:
         """The sum of `rows`, quicker: what does not depend on the past is remembered."""
         tokens = sum(part.new_tokens for part in batch)
-        total = self._fixed(tokens, sum(part.outputs for part in batch))
+        total = self._fixed(tokens, sum(part.outputs for part in batch), any(part.chosen for part in batch))
         for window, layers in self._attention_layers.items():
             for row in (self._attention(window, batch), self._merge_reads(window, batch)):
                 total = replace(
@@ -153,11 +158,11 @@ class StepLedger:
                 )
         return total
 
-    def _fixed_totals(self, tokens: int, outputs: int) -> LedgerTotals:
-        batch = (SequenceStep(tokens, 0, outputs),)
+    def _fixed_totals(self, tokens: int, outputs: int, chosen: bool) -> LedgerTotals:
+        batch = (SequenceStep(tokens, 0, outputs, chosen),)
         total = LedgerTotals(steps=1)
         for op in self._graph:
-            if isinstance(op, Attention):
+            if isinstance(op, Attention) or not _takes_part(op, batch):
                 continue
             row = self._merge_writes(op, batch) if isinstance(op, Merge) else self._row(op, batch)
             total += LedgerTotals(0, row.macs, row.weight_bytes, 0, row.kv_write_bytes, row.activation_bytes)
@@ -178,6 +183,11 @@ class StepLedger:
             window = self._config.layers[op.layer].window
             reads, writes = self._merge_reads(window, batch), self._merge_writes(op, batch)
             return replace(writes, activation_bytes=reads.activation_bytes + writes.activation_bytes)
+        if isinstance(op, Find):
+            return LedgerRow(op.name, op.layer, "f32", activation_bytes=4 * self._config.vocabulary)
+        if isinstance(op, Choose):
+            # the parts' winners lie with the program, as ids and tables do
+            return LedgerRow(op.name, op.layer, "f32")
         assert isinstance(op, Embed)
         row_bytes = op.matrix.columns // op.matrix.layout.unit_columns * op.matrix.layout.unit_bytes // 16
         written = 4 * tokens * op.matrix.columns
@@ -264,6 +274,10 @@ class StepLedger:
         columns = self._config.heads * self._config.head_width
         written = tokens * sum(activation_row_bytes(columns, quantised=op.quantised, floats=op.floats))
         return LedgerRow(op.name, op.layer, "f32", activation_bytes=written)
+
+
+def _takes_part(op: Operation, batch: Sequence[SequenceStep]) -> bool:
+    return not isinstance(op, Find | Choose) or any(part.chosen for part in batch)
 
 
 def _visible_tokens(first: int, end: int, window: int) -> int:
