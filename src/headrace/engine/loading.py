@@ -208,7 +208,7 @@ def _pack(path: Path, target: Path | None, progress: Progress, check: Check | No
                 memories: list[Memory] = []
 
                 def in_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-                    memories.append(Memory(num_bytes))
+                    memories.append(Memory(num_bytes, huge_pages=True))
                     return memories[0].bytes[:num_bytes]
 
                 packed: PackedFile | None = container.build(in_memory, facts, sections)

@@ -39,7 +39,7 @@ def measure_with(library: KernelLibrary, team: Team, num_bytes: int = MEMORY_BYT
     share = max(4096, num_bytes // team.threads)
     block = min(share, _LARGEST_BLOCK_BYTES) // 512 * 512
     blocks = max(team.threads, num_bytes // block)
-    memory = Memory(blocks * block + 8192)
+    memory = Memory(blocks * block + 8192, huge_pages=True)
     memory.bytes[:: mmap.PAGESIZE] = 1  # a page that was never written is not in memory
     repeats = max(1, _SHORTEST_RUN_BYTES // (blocks * block))
     program = Program(1, blocks, 8)

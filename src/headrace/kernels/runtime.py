@@ -28,12 +28,20 @@ _CACHE_LINE = 64
 
 
 class Memory:
-    """Zeroed, page-aligned memory of the process, in huge pages where the system grants them."""
+    """Zeroed, page-aligned memory of the process, resident where it was touched.
 
-    def __init__(self, num_bytes: int) -> None:
+    With `huge_pages`, in huge pages where the system grants them: for what is streamed through, since each small page
+    costs a look-up; not for what is touched here and there, since a huge page is resident as a whole.
+    """
+
+    def __init__(self, num_bytes: int, *, huge_pages: bool = False) -> None:
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        self._map = mmap.mmap(-1, self.num_bytes)
-        if hasattr(mmap, "MADV_HUGEPAGE") and self.num_bytes >= 1 << 21:
+        if hasattr(mmap, "MAP_PRIVATE"):
+            # shared memory, which Python maps by default, gets no huge pages
+            self._map = mmap.mmap(-1, self.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._map = mmap.mmap(-1, self.num_bytes)
+        if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self.bytes.ctypes.data)

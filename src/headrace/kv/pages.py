@@ -36,7 +36,7 @@ class PageArena:
 
     def __init__(self, num_pages: int, num_page_bytes: int) -> None:
         self.num_pages, self.page_bytes = num_pages, num_page_bytes
-        self._memory = Memory(num_pages * num_page_bytes)
+        self._memory = Memory(num_pages * num_page_bytes, huge_pages=True)
         self._owners = [0] * num_pages
         # the last is taken first, so low pages are used, and made resident, before high ones
         self._free = list(range(num_pages - 1, -1, -1))
