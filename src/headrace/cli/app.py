@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-VERBS = ("run", "chat", "bench", "pull", "models", "doctor")
-"""Each is a module of this package, with a function of the same name; listed in the order of the help."""
+VERBS = ("run", "chat", "bench", "pull", "models", "kv", "doctor")
+"""Each is a module of this package, with a function of the same name, or an app where the verb has verbs of its own; listed in
+the order of the help."""
 
 
 def verbs_needed(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -30,7 +31,11 @@ def build_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
     )
     app.callback()(_options_of_all_verbs)
     for verb in verbs:
-        app.command(verb)(getattr(import_module(f"headrace.cli.{verb}"), verb))
+        entry = getattr(import_module(f"headrace.cli.{verb}"), verb)
+        if isinstance(entry, typer.Typer):
+            app.add_typer(entry, name=verb)
+        else:
+            app.command(verb)(entry)
     return app
 
 
