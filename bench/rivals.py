@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 WORKERS = Path(__file__).with_name("workers.py")
-NEIGHBOUR_LIFETIME_S = 300
+NEIGHBOUR_LIFETIME_S = 900
 COLD_START_LIMIT_S = 300
 
 _NEIGHBOUR = "import sys, time\nend = time.monotonic() + float(sys.argv[1])\nwhile time.monotonic() < end: pass"

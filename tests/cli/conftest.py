@@ -123,6 +123,11 @@ class FakeSequence:
         self.model.steps.append((self.num_tokens - len(token_ids), len(token_ids)))
         return np.zeros(self.model.vocab_size, np.float32)
 
+    def run_ahead(self, token_id: int, steps: int) -> list[int]:
+        for _ in range(steps):
+            self.append([token_id])
+        return [token_id] * steps
+
     def truncate(self, num_tokens: int) -> None:
         assert num_tokens <= self.num_tokens
         self.num_tokens = num_tokens

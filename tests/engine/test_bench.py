@@ -32,6 +32,11 @@ class Sequence1:
         self.ledger += LedgerTotals(1, 0, 1000, self.num_tokens, len(token_ids), 7)
         return np.zeros(self.model.vocab_size, np.float32)
 
+    def run_ahead(self, token_id: int, steps: int) -> list[int]:
+        for _ in range(steps):
+            self.append([token_id])
+        return [token_id] * steps
+
     def truncate(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
 

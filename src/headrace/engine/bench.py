@@ -1,9 +1,9 @@
 """Speed of a model on this machine, measured as llama-bench does: prefill and decode of random tokens at a given depth.
 
 Before anything is timed, `depth` tokens are put into the sequence. One prefill run appends `prompt` tokens in one call, one
-decode run appends `gen` tokens one by one; after each run the sequence is cut back to `depth`. Tokens are random (seeded):
-speed does not depend on what they say. The first run of each kind is a warm-up and is not counted, except that its prefill
-is what a process that starts now waits for (`first_token_s`).
+decode run generates `gen` tokens greedily, as an answer does; after each run the sequence is cut back to `depth`. Prompts are
+random (seeded): speed does not depend on what they say. The first run of each kind is a warm-up and is not counted, except
+that its prefill is what a process that starts now waits for (`first_token_s`).
 
 Does not know: the command line, and how the bandwidth is measured. The clock is injected.
 """
@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.engine.ahead import MAX_STEPS
 from headrace.engine.machine import resident_bytes
 from headrace.errors import ContextOverflowError, OptionError
 from headrace.model.step import LedgerTotals
@@ -35,6 +36,9 @@ class BenchSequence(Protocol):
 
     def append(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Computes `token_ids` on top of what is there; logits of the last one, float32[V]."""
+
+    def run_ahead(self, token_id: int, steps: int) -> list[int]:
+        """Computes a token and those that greedy decoding puts behind it; the most likely token after each."""
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens but the first `num_tokens`."""
@@ -125,24 +129,35 @@ def run_bench(
         if depth_tokens:
             sequence.append(tokens[:depth_tokens])
 
-        def timed(kind: str, chunks: Sequence[Sequence[int]]) -> list[float]:
+        def timed(kind: str, run_once: Callable[[], None]) -> list[float]:
             seconds = []
             for run in range(repeat + 1):
                 notify(kind, run)
                 start = clock()
-                for chunk in chunks:
-                    sequence.append(chunk)
+                run_once()
                 seconds.append(clock() - start)
                 sequence.truncate(depth_tokens)
             return seconds
 
-        prefill_s = timed("prefill", [tokens[:prompt_tokens]]) if prompt_tokens else []
+        prefill_s = timed("prefill", lambda: _prefill(sequence, tokens[:prompt_tokens])) if prompt_tokens else []
         before = sequence.ledger
-        decode_s = timed("decode", [[token] for token in tokens[:gen_tokens]]) if gen_tokens else []
+        decode_s = timed("decode", lambda: _decode(sequence, tokens[0], gen_tokens)) if gen_tokens else []
         per_token = _per_token(before, sequence.ledger, gen_tokens * (repeat + 1))
     finally:
         sequence.close()
     return _result(model, (prompt_tokens, gen_tokens, depth_tokens), prefill_s, decode_s, per_token)
+
+
+def _prefill(sequence: BenchSequence, tokens: Sequence[int]) -> None:
+    sequence.append(tokens)
+
+
+def _decode(sequence: BenchSequence, token: int, count: int) -> None:
+    """Generates `count` tokens, in runs of steps as long as an answer would take them."""
+    while count:
+        steps = 1 << (min(count, MAX_STEPS).bit_length() - 1)
+        token = sequence.run_ahead(token, steps)[-1]
+        count -= steps
 
 
 def _result(
