@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.batch import Slice, Tables, Words
+from headrace.engine.batch import Slice, Tables, Words, attention_numbers
 from headrace.engine.records import Buffers, Places, RecordBuilder
 from headrace.kernels.fields import choose
 from headrace.kernels.library import KernelLibrary
@@ -18,7 +18,7 @@ from headrace.kernels.program import AFTER, NUM_BLOCKS
 from headrace.kernels.runtime import Program, Team
 from headrace.kernels.tables import TOKEN_ID
 from headrace.model.config import ModelConfig
-from headrace.model.graph import Attention, Operation
+from headrace.model.graph import Operation
 from headrace.model.step import CHOICE_PARTS
 
 MAX_STEPS = 8
@@ -69,10 +69,7 @@ class AheadRunner:
         self._records = RecordBuilder(config, graph, places, buffers, self._tables, library.address, team.threads)
         self._num_flags = self._records.max_flags(1, 1)
         self._programs: list[AheadProgram] = []
-        self._windows = {
-            window: np.array([i for i, op in enumerate(graph) if isinstance(op, Attention) and op.window == window])
-            for window in self._tables.windows
-        }
+        self._windows = attention_numbers(graph, self._tables.windows)
 
     def run(self, token: int, past_tokens: int, page_addresses: Words, steps: int) -> tuple[list[int], AheadProgram]:
         """Computes `token` and all but the last of the tokens that follow it.

@@ -21,6 +21,7 @@ from headrace.kernels.tables import (
     state_bytes,
 )
 from headrace.model.config import ModelConfig
+from headrace.model.graph import Attention, Operation
 from headrace.model.step import PAGE_TOKENS, SequenceStep, attention_parts
 
 Words = npt.NDArray[np.int64]
@@ -37,6 +38,14 @@ class Slice:
     past_tokens: int
     page_addresses: Words
     num_outputs: int = 1
+
+
+def attention_numbers(graph: Sequence[Operation], windows: Sequence[int]) -> dict[int, npt.NDArray[np.intp]]:
+    """The numbers of a graph's attention operations, by window."""
+    return {
+        window: np.array([i for i, op in enumerate(graph) if isinstance(op, Attention) and op.window == window])
+        for window in windows
+    }
 
 
 class Tables:

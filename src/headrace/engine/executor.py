@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.ahead import MAX_STEPS, AheadProgram, AheadRunner
-from headrace.engine.batch import Slice, Tables, Words
+from headrace.engine.batch import Slice, Tables, Words, attention_numbers
 from headrace.engine.records import Buffers, Places, RecordBuilder, kernels_of
 from headrace.kernels.library import KernelLibrary
 from headrace.kernels.program import NUM_BLOCKS
 from headrace.kernels.runtime import Program, Team
 from headrace.kv.pages import pages_for
 from headrace.model.config import ModelConfig
-from headrace.model.graph import Attention, Operation, greedy_graph
+from headrace.model.graph import Operation, greedy_graph
 from headrace.model.step import MAX_STEP_TOKENS
 
 MAX_STEP_OUTPUTS = 64
@@ -49,10 +49,7 @@ class Executor:
         self.team = Team(library, threads, self._records.scratch_bytes(), MAX_STEPS * len(ahead))
         self._programs: list[_StepProgram] = []
         self._shapes: dict[int, tuple[int, int]] = {}
-        self._windows: dict[int, npt.NDArray[np.intp]] = {}
-        for window in self._tables.windows:
-            numbers = [i for i, op in enumerate(graph) if isinstance(op, Attention) and op.window == window]
-            self._windows[window] = np.array(numbers)
+        self._windows = attention_numbers(graph, self._tables.windows)
         self._last: Program | None = None
         self._ahead = AheadRunner(config, ahead, places, library, self.buffers, self.team, max_pages)
 

@@ -29,7 +29,6 @@ _LN2_LOW = np.float32(-2.12194440e-4)
 # below this e^x is no normal float32; it is returned as exactly zero
 _SMALLEST = np.float32(-87.0)
 _LARGEST = np.float32(88.0)
-_MINUS_ONE = np.float32(-1.0)
 _ONE = np.float32(1.0)
 _ZERO = np.float32(0.0)
 # 1/n! for the Taylor terms of e^r; |r| <= ln(2)/2 leaves a remainder under 2^-26

@@ -24,6 +24,7 @@ from headrace.kernels.program import COMMIT, COMPUTE, FLAGS, NUM_BLOCKS, OP_BYTE
 TEAM_KERNELS = ("team.run_step", "team.work", "probes.ticks")
 HELP_AFTER_US = 20.0
 SPIN_US = 400.0
+MAX_OPS = 1 << 16
 _CACHE_LINE = 64
 
 
@@ -93,6 +94,7 @@ class Team:
     """Threads that run programs. The calling thread works too; `threads` counts it."""
 
     def __init__(self, library: KernelLibrary, threads: int, scratch_bytes: int, max_ops: int) -> None:
+        assert max_ops < MAX_OPS, "the word of the front has 16 bits for an operation's number"
         library.prepare(TEAM_KERNELS)
         self.threads = threads
         self._library = library

@@ -172,7 +172,6 @@ store_f16 = _storer(Floats, 32, _f32_to_f16)
 store_ints_as_i8 = _storer(Ints, 16, lambda b, v: b.trunc(v, _BYTES16))
 
 load_i64 = _loader(types.int64, I64, 8, _same)
-load_i32 = _loader(types.int64, I32, 4, lambda b, v: b.sext(v, I64))
 load_u8 = _loader(types.int64, I8, 1, lambda b, v: b.zext(v, I64))
 load_i8 = _loader(types.int64, I8, 1, lambda b, v: b.sext(v, I64))
 load_f32 = _loader(types.float32, F32, 4, _same)
@@ -394,16 +393,6 @@ def int_lane(typing_context: Any, vector: Any, index: Any) -> Any:
         return builder.sext(builder.extract_element(arguments[0], builder.trunc(arguments[1], I32)), I64)
 
     return types.int64(Ints, types.int64), generate
-
-
-@intrinsic
-def lane_numbers(typing_context: Any) -> Any:
-    """0, 1, ... 15."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return ir.Constant(Ints.llvm, [I32(i) for i in range(LANES)])
-
-    return Ints(), generate
 
 
 @intrinsic

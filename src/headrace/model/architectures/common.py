@@ -8,7 +8,7 @@ from headrace.errors import ModelFileError, UnsupportedModelError
 from headrace.model.config import RopeConfig
 from headrace.weights.gguf import GgufFile
 
-_MAX_LAYERS = 1024
+_MAX_LAYERS = 512  # several steps in one program have to stay below 2^16 operations; real models have up to 126 layers
 _MAX_WIDTH = 1 << 20
 _HEAD_MULTIPLE = 32
 _MAX_CONTEXT = 1 << 24
