@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace import config
-from headrace.config import CPU_LEVELS, MAX_THREADS, Config, check_threads, usable_cores
+from headrace.config import CPU_LEVELS, KV_FORMATS, MAX_THREADS, Config, check_threads, parse_formats, usable_cores
 from headrace.errors import OptionError
 
 
@@ -17,6 +17,9 @@ def test_config_defaults_come_from_the_platform() -> None:
     assert resolved.cpu_level is None
     assert resolved.threads == usable_cores()
     assert resolved.index_url == "https://pypi.org/simple"
+    assert resolved.kv_dir == resolved.home / "kv"
+    assert (resolved.kv_memory_bytes, resolved.kv_disk_bytes, resolved.kv_daily_bytes) == (None, 20 * 10**9, 100 * 10**9)
+    assert resolved.kv_formats == ("f16",)
 
 
 def test_config_takes_every_variable(tmp_path: Path) -> None:
@@ -26,9 +29,24 @@ def test_config_takes_every_variable(tmp_path: Path) -> None:
             "HEADRACE_CPU": "portable",
             "HEADRACE_THREADS": "3",
             "HEADRACE_INDEX_URL": "https://index.example/simple/",
+            "HEADRACE_KV_DIR": str(tmp_path / "past"),
+            "HEADRACE_KV_MEMORY": "2GB",
+            "HEADRACE_KV_DISK": "0",
+            "HEADRACE_KV_FORMATS": "f16,q8",
+            "HEADRACE_KV_DISK_WRITES": "1 GiB",
         }
     )
-    assert resolved == Config(tmp_path, "portable", 3, "https://index.example/simple")
+    assert resolved == Config(
+        tmp_path,
+        "portable",
+        3,
+        "https://index.example/simple",
+        kv_dir=tmp_path / "past",
+        kv_memory_bytes=2 * 10**9,
+        kv_disk_bytes=0,
+        kv_formats=("f16", "q8"),
+        kv_daily_bytes=2**30,
+    )
 
 
 def test_config_folders_lie_in_home(tmp_path: Path) -> None:
@@ -44,6 +62,7 @@ def test_config_home_expands_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     assert Config.from_environment({"HEADRACE_HOME": "~/cache"}).home == tmp_path / "cache"
+    assert Config.from_environment({"HEADRACE_KV_DIR": "~/past"}).kv_dir == tmp_path / "past"
 
 
 def test_config_prefers_the_xdg_cache_folder(tmp_path: Path) -> None:
@@ -51,7 +70,9 @@ def test_config_prefers_the_xdg_cache_folder(tmp_path: Path) -> None:
 
 
 def test_config_takes_empty_variables_as_unset() -> None:
-    empty = dict.fromkeys(("HEADRACE_HOME", "HEADRACE_CPU", "HEADRACE_THREADS", "HEADRACE_INDEX_URL"), "")
+    listed = re.findall(r"^\| (HEADRACE_\w+)", config.__doc__ or "", re.MULTILINE)
+    assert len(listed) == 9
+    empty = dict.fromkeys(listed, "")
     assert Config.from_environment(empty) == Config.from_environment({})
 
 
@@ -64,6 +85,11 @@ def test_config_takes_empty_variables_as_unset() -> None:
         ("HEADRACE_THREADS", "many"),
         ("HEADRACE_THREADS", "2.5"),
         ("HEADRACE_THREADS", str(MAX_THREADS + 1)),
+        ("HEADRACE_KV_MEMORY", "much"),
+        ("HEADRACE_KV_MEMORY", "0"),
+        ("HEADRACE_KV_DISK", "-1GB"),
+        ("HEADRACE_KV_DISK_WRITES", "1XB"),
+        ("HEADRACE_KV_FORMATS", "f32"),
     ],
 )
 def test_config_rejects_and_names_a_bad_value(variable: str, value: str) -> None:
@@ -94,3 +120,27 @@ def test_config_docstring_lists_the_variables_that_are_read() -> None:
 
 def test_check_threads_takes_the_whole_range() -> None:
     assert [check_threads(1, "--threads"), check_threads(str(MAX_THREADS), "--threads")] == [1, MAX_THREADS]
+
+
+def test_formats_are_any_of_the_known_ones_in_order() -> None:
+    for text in ("f16", "q8", "q4", "f16,q8", "f16,q4", "q8,q4", "f16,q8,q4"):
+        assert parse_formats(text, "--kv-formats") == tuple(text.split(","))
+    assert parse_formats(" f16 , q4 ", "--kv-formats") == ("f16", "q4")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "--kv-formats='' names no page format"),
+        ("  ", "names no page format"),
+        ("f16,", "holds '', which is no page format"),
+        ("f16,F8", "holds 'F8', which is no page format"),
+        ("q8,q8", "--kv-formats='q8,q8' names q8 twice"),
+        ("q4,q8", "--kv-formats='q4,q8' is out of order"),
+    ],
+)
+def test_formats_that_cannot_be_used_are_one_sentence(text: str, said: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(said)) as caught:
+        parse_formats(text, "--kv-formats")
+    assert ",".join(KV_FORMATS) in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.engine.chat import Chat, Session
     from headrace.engine.generation import Generation
-    from headrace.engine.model import Chat, Model, load
+    from headrace.engine.model import Model, load
     from headrace.engine.results import (
         FinishReason,
         GenerationResult,
+        MissReport,
         Piece,
+        Reuse,
         Timings,
         TokenLogprob,
         Usage,
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "Chat": "headrace.engine.model",
+    "Chat": "headrace.engine.chat",
     "Config": "headrace.config",
     "ContextOverflowError": "headrace.errors",
     "DownloadError": "headrace.errors",
@@ -57,13 +60,16 @@ _MODULE_OF = {
     "LedgerTotals": "headrace.model.step",
     "MemoryLimitError": "headrace.errors",
     "Message": "headrace.text.chat_template",
+    "MissReport": "headrace.engine.results",
     "Model": "headrace.engine.model",
     "ModelFileError": "headrace.errors",
     "ModelNotFoundError": "headrace.errors",
     "NumericError": "headrace.errors",
     "OptionError": "headrace.errors",
     "Piece": "headrace.engine.results",
+    "Reuse": "headrace.engine.results",
     "SamplingParams": "headrace.engine.sampler",
+    "Session": "headrace.engine.chat",
     "StorageError": "headrace.errors",
     "TemplateError": "headrace.errors",
     "Timings": "headrace.engine.results",
@@ -86,13 +92,16 @@ __all__ = [
     "LedgerTotals",
     "MemoryLimitError",
     "Message",
+    "MissReport",
     "Model",
     "ModelFileError",
     "ModelNotFoundError",
     "NumericError",
     "OptionError",
     "Piece",
+    "Reuse",
     "SamplingParams",
+    "Session",
     "StorageError",
     "TemplateError",
     "Timings",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,10 @@ from headrace.cli import loading
 from headrace.cli.app import build_app
 from headrace.cli.options import LoadOptions
 from headrace.cli.progress import ConsoleProgress
-from headrace.engine.results import GenerationResult, LedgerTotals, Piece, Timings, TokenLogprob, Usage
+from headrace.engine.results import GenerationResult, LedgerTotals, Piece, Reuse, Timings, TokenLogprob, Usage
+from headrace.errors import OptionError
+
+NO_REUSE = Reuse()
 
 
 @dataclass(frozen=True)
@@ -38,9 +42,17 @@ class FakeMessage:
 class FakeGeneration:
     """Gives the scripted pieces; an exception among them is raised in its turn."""
 
-    def __init__(self, script: Sequence[str | BaseException], prompt_tokens: int, cached_tokens: int, logprobs: int) -> None:
+    def __init__(
+        self,
+        script: Sequence[str | BaseException],
+        prompt_tokens: int,
+        cached_tokens: int,
+        logprobs: int,
+        reuse: Reuse = NO_REUSE,
+    ) -> None:
         self._script = script
         self._usage = (prompt_tokens, cached_tokens)
+        self._reuse = reuse
         self._logprobs = logprobs
         self._cancelled = False
         self._pieces: list[Piece] = []
@@ -70,6 +82,7 @@ class FakeGeneration:
             prefill_ledger=LedgerTotals(1, 1000, 10, 20, 30, 40),
             decode_ledger=LedgerTotals(2, 2000, 1_000_000_000, 0, 0, 500_000_000),
             logprobs=tuple(token for piece in self._pieces for token in piece.logprobs),
+            reuse=self._reuse,
         )
 
     def operations(self) -> Sequence[FakeOperation]:
@@ -103,7 +116,46 @@ class FakeChat:
                 chat.messages.append(FakeMessage("assistant", self.result.text))
                 chat.token_ids += self.result.token_ids
 
-        return Recorded(self._model.next_answer(), len(self.token_ids), known, options["logprobs"])
+        return Recorded(self._model.next_answer(), len(self.token_ids), known, options["logprobs"], self._model.reuse)
+
+
+class FakeSession(FakeChat):
+    """A chat that the model knows by its name."""
+
+    def __init__(self, model: FakeModel, name: str, system: str | None) -> None:
+        super().__init__(model, system)
+        self.name = name
+        self.pinned = False
+        self.open = True
+
+    def send(self, text: str, **options: Any) -> FakeGeneration:
+        assert self.open
+        return super().send(text, **options)
+
+    def pin(self, pinned: bool = True) -> None:
+        self.pinned = pinned
+
+    def fork(self, name: str | None = None) -> FakeSession:
+        assert self.open
+        if name in self._model.sessions:
+            raise OptionError(f"session {name!r} is there already")
+        copy = FakeSession(self._model, name or f"{self.name} 2", self._system)
+        copy.messages, copy.token_ids = list(self.messages), list(self.token_ids)
+        self._model.sessions[copy.name] = copy
+        return copy
+
+    def close(self, keep: bool = True) -> None:
+        assert self.open
+        self.open = False
+        if not keep:
+            del self._model.sessions[self.name]
+
+
+class FakeTokenizer:
+    """A token a word; the BOS token is 1."""
+
+    def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
+        return [1] * add_bos + [2] * len(text.split())
 
 
 class FakeSequence:
@@ -148,6 +200,9 @@ class FakeModel:
     cpu_level: str = "portable"
     calls: list[tuple[Any, ...]] = field(default_factory=list)
     steps: list[tuple[int, int]] = field(default_factory=list)
+    reuse: Reuse = NO_REUSE
+    sessions: dict[str, FakeSession] = field(default_factory=dict)
+    tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     closed: bool = False
 
     def next_answer(self) -> list[str | BaseException]:
@@ -155,11 +210,27 @@ class FakeModel:
 
     def generate(self, prompt: str, **options: Any) -> FakeGeneration:
         self.calls.append(("generate", prompt, options))
-        return FakeGeneration(self.next_answer(), 24, 4, options["logprobs"])
+        return FakeGeneration(self.next_answer(), 24, 4, options["logprobs"], self.reuse)
 
     def chat(self, system: str | None = None) -> FakeChat:
         self.calls.append(("chat", system))
         return FakeChat(self, system)
+
+    def session(self, name: str, system: str | None = None) -> FakeSession:
+        self.calls.append(("session", name, system))
+        session = self.sessions.setdefault(name, FakeSession(self, name, system))
+        session.open = True
+        return session
+
+    def session_names(self) -> list[str]:
+        return sorted(self.sessions)
+
+    def perplexity_of(self, token_ids: Sequence[int], *, page_format: str) -> float:
+        self.calls.append(("perplexity", len(token_ids), token_ids[0], page_format))
+        return {"f16": 20.0, "q8": 20.1, "q4": 21.0}[page_format]
+
+    def page_bytes(self, page_format: str) -> int:
+        return {"f16": 32_000, "q8": 16_000, "q4": 8_000}[page_format]
 
     def sequence(self) -> FakeSequence:
         return FakeSequence(self)
@@ -168,6 +239,7 @@ class FakeModel:
         return 10e9
 
     def close(self) -> None:
+        assert not any(session.open for session in self.sessions.values()), "a session is kept when it is closed"
         self.closed = True
 
 
@@ -208,6 +280,7 @@ def headrace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CommandLine:
     monkeypatch.setattr(loading, "load_model", command_line.load_model)
     monkeypatch.setenv("HEADRACE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("HEADRACE_CPU", raising=False)
-    monkeypatch.delenv("HEADRACE_THREADS", raising=False)
+    for name in list(os.environ):
+        if name.startswith("HEADRACE_") and name != "HEADRACE_HOME":
+            monkeypatch.delenv(name)
     return command_line

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,3 +75,56 @@ def test_bench_that_does_not_fit_the_context_says_so(headrace: Any) -> None:
     ending = headrace("bench", "--prompt", "8", "--gen", "4", "--depth", "4")
     assert ending.code == 2
     assert ending.err == ("headrace: the runs need 12 tokens of context and fake has 10: lower --depth, --prompt or --gen\n")
+
+
+def test_bench_kv_measures_every_format_of_pages(headrace: Any) -> None:
+    document = headrace("bench", "--kv", "--kv-tokens", "100", "--kv-memory", "1GB", "--json").document
+    assert headrace.loaded == [LoadOptions("smollm2", context_tokens=100, kv_memory_bytes=10**9)]
+    assert headrace.model.calls == [("perplexity", 100, 1, name) for name in ("f16", "q8", "q4")]
+    assert (document["model"], document["num_tokens"], document["text"]) == ("fake", 100, "help topics of Python")
+    assert [row["page_format"] for row in document["formats"]] == ["f16", "q8", "q4"]
+    assert [row["perplexity"] for row in document["formats"]] == [20.0, 20.1, 21.0]
+    assert [row["change"] for row in document["formats"]] == pytest.approx([0.0, 0.005, 0.05])
+    assert [row["bytes_per_token"] for row in document["formats"]] == [1000.0, 500.0, 250.0]
+    assert [row["fit_ratio"] for row in document["formats"]] == [1.0, 2.0, 4.0]
+
+
+def test_bench_kv_prints_a_table(headrace: Any, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("word " * 64)
+    ending = headrace("bench", "--kv", "--kv-text", str(text))
+    assert (ending.code, ending.err) == (0, "")
+    lines = ending.out.splitlines()
+    assert lines[0] == f"fake, 65 tokens of {text}"
+    assert [line.split() for line in lines[2:]] == [
+        ["f16", "20.0000", "+0.00", "%", "1,000", "1.00", "x"],
+        ["q8", "20.1000", "+0.50", "%", "500", "2.00", "x"],
+        ["q4", "21.0000", "+5.00", "%", "250", "4.00", "x"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(None, "cannot be read"), (b"caf\xe9 au lait", "at byte 3"), (b"three words only", "4 tokens")]
+)
+def test_bench_kv_text_that_cannot_be_used_is_one_line(headrace: Any, tmp_path: Path, content: bytes | None, said: str) -> None:
+    text = tmp_path / "text.txt"
+    if content is not None:
+        text.write_bytes(content)
+    ending = headrace("bench", "--kv", "--kv-text", str(text))
+    assert (ending.code, ending.out) == (2, "")
+    assert said in ending.err
+    assert ending.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--kv-tokens", "32"], ["--kv-formats", "f32"], ["--kv-disk", "lots"]])
+def test_bench_kv_bad_value_is_named_before_anything_is_loaded(headrace: Any, arguments: list[str]) -> None:
+    ending = headrace("bench", "--kv", *arguments)
+    assert (ending.code, headrace.loaded) == (2, [])
+    assert arguments[0] in ending.err
+
+
+def test_bench_kv_says_when_the_text_does_not_fit_the_context(headrace: Any) -> None:
+    headrace.model.context_tokens = 1000
+    ending = headrace("bench", "--kv")
+    assert ending.code == 2
+    assert "2,048 tokens of text do not fit into the context of 1,000" in ending.err

@@ -147,7 +147,10 @@ def test_chat_text_that_only_looks_like_a_command_is_sent(headrace: Any, text: s
 def test_chat_help_lists_every_command(headrace: Any) -> None:
     ending = headrace("chat", stdin="/help\n")
     assert ending.out == ""
-    assert all(command in ending.err for command in ("/reset", "/save FILE", "/stats", "/help", "/exit"))
+    assert all(
+        command in ending.err
+        for command in ("/reset", "/save FILE", "/stats", "/sessions", "/fork NAME", "/pin", "/unpin", "/help", "/exit")
+    )
 
 
 def test_chat_at_a_terminal_goes_on_after_an_error(headrace: Any, at_terminal: Any) -> None:
@@ -194,3 +197,85 @@ def test_chat_second_ctrl_c_ends_the_program(headrace: Any, monkeypatch: pytest.
     ending = headrace("chat", stdin="a\nb\n")
     assert (ending.code, ending.err) == (130, "headrace: interrupted\n")
     assert headrace.model.closed
+
+
+def test_chat_session_goes_on_and_says_so(headrace: Any) -> None:
+    assert headrace("chat", "--session", "plan", stdin="one\n").err == ""
+    ending = headrace("chat", "--session", "plan", stdin="two\n")
+    assert ending.err == "session 'plan' goes on with 2 messages, 6 tokens\n"
+    assert [message.content for message in headrace.model.sessions["plan"].messages[::2]] == ["one", "two"]
+    assert not headrace.model.sessions["plan"].open
+
+
+def test_chat_session_at_a_terminal_says_that_it_is_new(headrace: Any, at_terminal: Any) -> None:
+    at_terminal("/exit")
+    assert headrace("chat", "--session", "plan").err.splitlines()[1] == "session 'plan' is new"
+
+
+def test_chat_session_in_json_names_it_and_says_nothing_else(headrace: Any) -> None:
+    headrace("chat", "--session", "plan", stdin="one\n")
+    ending = headrace("chat", "--session", "plan", "--json", stdin="two\n")
+    assert ending.err == ""
+    assert (ending.document["session"], len(ending.document["messages"])) == ("plan", 4)
+    assert ending.document["turns"][0]["reuse"]["misses"] == []
+    assert "session" not in headrace("chat", "--json", stdin="one\n").document
+
+
+def test_chat_session_with_another_system_message_is_refused(headrace: Any) -> None:
+    headrace("chat", "--session", "plan", "--system", "Be brief", stdin="one\n")
+    ending = headrace("chat", "--session", "plan", "--system", "Be long", stdin="two\n")
+    assert (ending.code, ending.out) == (2, "")
+    assert "'plan' began without this system message" in ending.err
+    assert headrace("chat", "--session", "plan", stdin="two\n").code == 0
+
+
+def test_chat_session_is_checked_before_anything_is_loaded(headrace: Any) -> None:
+    assert headrace("chat", "--session", "x", "--no-cache", stdin="one\n").code == 2
+    assert headrace.loaded == []
+
+
+def test_chat_sessions_lists_their_names(headrace: Any) -> None:
+    assert headrace("chat", stdin="/sessions\n").err == "no session is kept yet\n"
+    for name in ("plan", "a poem"):
+        headrace("chat", "--session", name, stdin="one\n")
+    assert headrace("chat", stdin="/sessions\n").err == "a poem\nplan\n"
+
+
+def test_chat_pin_and_unpin_a_session(headrace: Any) -> None:
+    assert headrace("chat", "--session", "plan", stdin="/pin\n").err == "session 'plan' is pinned\n"
+    assert headrace.model.sessions["plan"].pinned
+    assert headrace("chat", "--session", "plan", stdin="/unpin\n").err == "session 'plan' is no longer pinned\n"
+    assert not headrace.model.sessions["plan"].pinned
+
+
+def test_chat_fork_goes_on_in_a_copy(headrace: Any) -> None:
+    ending = headrace("chat", "--session", "plan", stdin="one\n/fork plan B\ntwo\n")
+    assert ending.code == 0
+    assert ending.err == "this is session 'plan B' now, a copy of 'plan'\n"
+    contents = {name: [each.content for each in session.messages[::2]] for name, session in headrace.model.sessions.items()}
+    assert contents == {"plan": ["one"], "plan B": ["one", "two"]}
+    assert not any(session.open for session in headrace.model.sessions.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/fork", "/fork needs the name of the copy: /fork NAME"),
+        ("/fork plan", "session 'plan' is there already"),
+        (f"/fork {'x' * 201}", "201 characters"),
+    ],
+)
+def test_chat_fork_that_cannot_be_leaves_the_session(headrace: Any, at_terminal: Any, line: str, message: str) -> None:
+    at_terminal(line, "one")
+    ending = headrace("chat", "--session", "plan")
+    assert ending.code == 0
+    assert message in ending.err
+    assert len(headrace.model.sessions["plan"].messages) == 2
+
+
+@pytest.mark.parametrize("command", ["/pin", "/unpin", "/fork b"])
+def test_chat_without_a_name_has_no_session_to_work_on(headrace: Any, command: str) -> None:
+    ending = headrace("chat", stdin=f"{command}\n")
+    assert ending.code == 2
+    needs = f"headrace: {command.removesuffix(' b')} needs a session"
+    assert ending.err == f"{needs}, and this conversation has no name: start with --session NAME\n"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace.config import Config
 from headrace.engine.machine import Cache, Machine, Memory
 from headrace.kernels.level import Level, host_levels
 from headrace.kernels.library import library_key
+from headrace.kv.folder import day_of, make_private, record_writes
 from headrace.weights.container import LAYOUT_VERSION
 
 
@@ -57,6 +59,43 @@ def test_doctor_json_says_what_it_found(headrace: Any, measured: list[tuple[int,
         "packed weights": (2, 1500),
         "kernels": (0, 0),
     }
+
+
+def test_doctor_shows_the_past_that_is_kept_and_its_bounds(
+    headrace: Any, measured: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert headrace("doctor", "--json").document["kv"] == {
+        "folder": str(tmp_path / "home" / "kv"),
+        "writable": True,
+        "formats": ["f16"],
+        "memory_limit_bytes": None,
+        "disk_bytes": 0,
+        "disk_limit_bytes": 20 * 10**9,
+        "written_today_bytes": 0,
+        "daily_limit_bytes": 100 * 10**9,
+    }
+    past = tmp_path / "past"
+    make_private(past / "pages")
+    (past / "pages" / "run").write_bytes(b"x" * 5000)
+    record_writes(past, day_of(time.time()), 3 * 10**6)
+    for name, value in {"DIR": str(past), "MEMORY": "1GB", "DISK": "2GB", "FORMATS": "f16,q8", "DISK_WRITES": "3GB"}.items():
+        monkeypatch.setenv(f"HEADRACE_KV_{name}", value)
+    lines = headrace("doctor").out.splitlines()
+    at = lines.index(f"The past, kept in {past}")
+    assert [line.rstrip() for line in lines[at + 1 : at + 5]] == [
+        "memory         at most 1 GB",
+        "disk           12.3 KB of 2 GB",  # in whole blocks: two of the page's and one of the file that counts writes
+        "written today  3 MB of 3 GB",
+        "page formats   f16, q8",
+    ]
+    assert measured
+
+
+def test_doctor_counts_writes_of_another_day_as_none(headrace: Any, measured: list[tuple[int, int]], tmp_path: Path) -> None:
+    make_private(tmp_path / "home" / "kv")
+    record_writes(tmp_path / "home" / "kv", "2001-01-01", 10**9)
+    assert headrace("doctor", "--json").document["kv"]["written_today_bytes"] == 0
+    assert measured
 
 
 def test_doctor_prints_a_report(headrace: Any, measured: list[tuple[int, int]], tmp_path: Path) -> None:

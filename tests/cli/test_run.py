@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.cli import options
+from headrace.cli import loading, options
+from headrace.cli.progress import ConsoleProgress
+from headrace.engine.results import MissReport, Reuse
 from headrace.engine.sampler import SamplingParams
 from headrace.errors import ContextOverflowError, MemoryLimitError, NumericError
 
@@ -31,10 +34,22 @@ def test_run_passes_every_option_on(headrace: Any) -> None:
         *("run", "Hi", "-m", "gemma3-270m", "--max-tokens", "9", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9"),
         *("--min-p", "0.1", "--repeat-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3"),
         *("--seed", "7", "--stop", "END", "--stop", "\n\n", "--system", "Be brief", "--raw", "--threads", "3"),
-        *("--context", "1000", "--logprobs", "2", "--no-cache"),
+        *("--context", "1000", "--logprobs", "2", "--no-cache", "--kv-memory", "2GB", "--kv-disk", "20 GB"),
+        *("--kv-formats", "f16,q4", "--kv-dir", "past"),
     )
     assert ending.code == 0, ending.err
-    assert headrace.loaded == [options.LoadOptions("gemma3-270m", threads=3, context_tokens=1000, cache=False)]
+    assert headrace.loaded == [
+        options.LoadOptions(
+            "gemma3-270m",
+            threads=3,
+            context_tokens=1000,
+            cache=False,
+            kv_memory_bytes=2 * 10**9,
+            kv_disk_bytes=20 * 10**9,
+            kv_formats=("f16", "q4"),
+            kv_dir=Path("past"),
+        )
+    ]
     assert headrace.model.calls == [
         (
             "generate",
@@ -94,6 +109,16 @@ def test_run_prints_one_json_document(headrace: Any) -> None:
             "read_bandwidth_gb_s": 10.0,
             "bandwidth_fraction": 0.75,
         },
+        "reuse": {
+            "memory_tokens": 0,
+            "disk_tokens": 0,
+            "computed_tokens": 0,
+            "load_s": 0.0,
+            "saved_s": 0.0,
+            "misses": [],
+            "streamed_bytes": 0,
+            "streamed_s": 0.0,
+        },
         "ledger": {
             "prefill": _ledger(1, 1000, 10, 20, 30, 40, 100),
             "decode": _ledger(2, 2000, 1_000_000_000, 0, 0, 500_000_000, 1_500_000_000),
@@ -135,6 +160,60 @@ def test_run_stats_shows_time_and_bytes_by_operation(headrace: Any) -> None:
     ]
 
 
+def test_run_stats_says_why_what_was_computed_was_not_found(headrace: Any) -> None:
+    headrace.model.reuse = Reuse(4, 0, 20, saved_s=0.5, misses=(MissReport("diverged", 4, 20, "'b' where 'a' was"),))
+    lines = headrace("run", "Hi", "--stats").err.splitlines()
+    assert lines[0].startswith("prompt 24 tokens (4 known, 0.50 s saved) at ")
+    assert lines[1] == "computed 20 tokens from token 4 on: diverged, 'b' where 'a' was"
+    assert headrace("run", "Hi").err.count("\n") == 1
+
+
+def test_run_session_goes_on_where_it_was_left(headrace: Any) -> None:
+    headrace.model.answers = [["First."], ["Second."]]
+    assert headrace("run", "one", "--session", "plan", "--system", "Be brief", "--max-tokens", "9").out == "First.\n"
+    ending = headrace("run", "two", "--session", "plan", "--system", "Be brief")
+    assert (ending.code, ending.out) == (0, "Second.\n")
+    assert [call for call in headrace.model.calls if call[0] != "send"] == [("session", "plan", "Be brief")] * 2
+    session = headrace.model.sessions["plan"]
+    assert [message.content for message in session.messages] == ["Be brief", "one", "First.", "two", "Second."]
+    assert headrace.model.calls[1][2]["max_tokens"] == 9
+    assert not session.open
+
+
+def test_run_session_with_another_system_message_is_refused(headrace: Any) -> None:
+    headrace("run", "one", "--session", "plan")
+    ending = headrace("run", "two", "--session", "plan", "--system", "Be brief")
+    assert (ending.code, ending.out) == (2, "")
+    assert ending.err == (
+        "headrace: session 'plan' began without this system message: leave out --system, or take another name\n"
+    )
+    assert len(headrace.model.sessions["plan"].messages) == 2
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), NumericError("logits are not finite")])
+def test_run_session_is_kept_when_the_answer_fails(headrace: Any, failure: BaseException) -> None:
+    headrace.model.answers = [["Hel", failure]]
+    assert headrace("run", "one", "--session", "plan").code in {2, 130}
+    assert not headrace.model.sessions["plan"].open
+
+
+def test_run_session_is_refused_where_the_environment_allows_no_disk(headrace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADRACE_KV_DISK", "0")
+    ending = headrace("run", "one", "--session", "plan")
+    assert (ending.code, headrace.loaded) == (2, [])
+    assert "--session='plan'" in ending.err
+    assert headrace("run", "one", "--session", "plan", "--kv-disk", "1GB").code == 0
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_without_a_cache_nothing_of_the_past_lies_on_disk(monkeypatch: pytest.MonkeyPatch, cache: bool) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("headrace.engine.model.load", lambda model, **options: given.update(options))
+    loading.load_model(options.LoadOptions("m", cache=cache, kv_disk_bytes=9, kv_memory_bytes=8), ConsoleProgress())
+    assert (given["cache"], given["kv_disk"], given["kv_memory"]) == (cache, 9 if cache else 0, 8)
+    assert (given["kv_formats"], given["kv_dir"]) == (None, None)
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -171,6 +250,15 @@ def test_run_error_while_loading_is_one_line_and_exit_code_two(headrace: Any) ->
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "1.5"], "top_p"),
         (["--logprobs", "-1"], "logprobs"),
+        (["--kv-memory", "much"], "--kv-memory='much'"),
+        (["--kv-memory", "0"], "--kv-memory='0'"),
+        (["--kv-disk", "-1GB"], "--kv-disk='-1GB'"),
+        (["--kv-formats", "q4,f16"], "--kv-formats='q4,f16'"),
+        (["--session", ""], "--session=''"),
+        (["--session", "x" * 201], "201 characters"),
+        (["--session", "x", "--raw"], "--raw"),
+        (["--session", "x", "--no-cache"], "--no-cache"),
+        (["--session", "x", "--kv-disk", "0"], "--kv-disk"),
     ],
 )
 def test_run_bad_value_is_named_before_anything_is_loaded(headrace: Any, arguments: list[str], named: str) -> None:

@@ -44,6 +44,24 @@ class TinyModels:
             model.close()
 
 
+def check_memory(model: Model) -> None:
+    """Books agree, nobody holds anything, and every page in memory belongs to the tree."""
+    cache = model.cache
+    cache.settle()
+    cache.check()
+    stack, handles = list(cache.tree.root.children.values()), []
+    while stack:
+        node = stack.pop()
+        assert node.pins == 0
+        stack.extend(node.children.values())
+        if node.page.handle is not None:
+            handles.append(node.page.handle)
+            assert cache.pool.owners(node.page.handle) == 1
+    assert len(set(handles)) == len(handles)
+    assert cache.pool.owned_bytes == sum(cache.pool.format_bytes[handle & 3] for handle in handles)
+    assert cache.pool.reserved_bytes == 0
+
+
 def open_model(path: Path, *, threads: int = 1, level: str = "", context: int | None = None) -> Model:
     """Packs into memory; kernels come from the cache."""
     chosen = LEVELS[level] if level else host_levels()[-1]
@@ -58,6 +76,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModels
     models = TinyModels(tmp_path_factory.mktemp("tiny"))
     yield models
     models.close()
+
+
+@pytest.fixture
+def checked_memory() -> Callable[[Model], None]:
+    """What `check_memory` does, for tests that cannot import it."""
+    return check_memory
 
 
 @pytest.fixture

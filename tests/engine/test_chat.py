@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from headrace.engine.model import Chat, Model
+from headrace.engine.chat import Chat
+from headrace.engine.model import Model
 from headrace.errors import ContextOverflowError, NumericError, OptionError
 from headrace.text.chat_template import Message
 from tiny.models import Tensor, TinySpec, write_model
@@ -21,11 +22,11 @@ SPEC = TinySpec(seed=5, ends=False)
 
 
 @pytest.fixture
-def model(tiny_models: TinyModels) -> Iterator[Model]:
+def model(tiny_models: TinyModels, checked_memory: Callable[[Model], None]) -> Iterator[Model]:
     model = tiny_models.load(SPEC, context=256)
-    free = model._arena.num_free
+    model.cache.clear()  # other tests share it
     yield model
-    assert model._arena.num_free == free
+    checked_memory(model)
 
 
 @pytest.fixture

@@ -24,13 +24,12 @@ PROMPT = "the user and the"
 
 
 @pytest.fixture
-def model(tiny_models: TinyModels) -> Iterator[Model]:
+def model(tiny_models: TinyModels, checked_memory: Callable[[Model], None]) -> Iterator[Model]:
     """A model whose pages must all have come back after the test."""
     model = tiny_models.load(SPEC, context=CONTEXT)
-    free = model._arena.num_free
+    model.cache.clear()  # other tests share it
     yield model
-    model._arena.check()
-    assert model._arena.num_free == free
+    checked_memory(model)
 
 
 def _greedy(model: Model, count: int) -> list[int]:
@@ -114,15 +113,19 @@ def test_generation_cancelled_before_it_starts_makes_nothing(model: Model) -> No
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_closed_generation_gives_its_pages_back(model: Model, started: bool) -> None:
-    free = model._arena.num_free
+def test_closed_generation_gives_its_pages_back(
+    model: Model, checked_memory: Callable[[Model], None], started: bool
+) -> None:
+    free = model.cache.pool.num_free
     generation = model.generate(PROMPT, raw=True)
     if started:
         next(generation)
-        assert model._arena.num_free < free
+        assert model.cache.pool.num_free < free
     generation.close()
     generation.close()
-    assert model._arena.num_free == free
+    checked_memory(model)  # the memory of the past has what was computed, and nobody else has anything
+    model.cache.clear()
+    assert model.cache.pool.num_free == free
     assert generation.result.finish_reason == "cancelled"
     assert list(generation) == []
 

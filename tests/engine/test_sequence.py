@@ -25,10 +25,10 @@ CONTEXT = 320
 def model(tiny_models: TinyModels) -> Iterator[Model]:
     """A model whose pages must all have come back after the test."""
     model = tiny_models.load(SPEC, context=CONTEXT)
-    free = model._arena.num_free
+    free = model.cache.pool.num_free
     yield model
-    model._arena.check()
-    assert model._arena.num_free == free
+    model.cache.pool.check()
+    assert model.cache.pool.num_free == free
 
 
 @pytest.fixture
@@ -43,14 +43,14 @@ def _ids(count: int, seed: int = 0) -> list[int]:
 
 
 def test_sequence_takes_pages_as_it_grows_and_gives_them_back(model: Model, sequence: Sequence) -> None:
-    free = model._arena.num_free
+    free = model.cache.pool.num_free
     for tokens, pages in ((1, 1), (32, 1), (33, 2), (97, 4)):
         sequence.append(_ids(tokens - sequence.num_tokens))
-        assert (sequence.num_tokens, free - model._arena.num_free) == (tokens, pages)
+        assert (sequence.num_tokens, free - model.cache.pool.num_free) == (tokens, pages)
     sequence.truncate(64)
-    assert (sequence.num_tokens, free - model._arena.num_free) == (64, 2)
+    assert (sequence.num_tokens, free - model.cache.pool.num_free) == (64, 2)
     sequence.truncate(0)
-    assert model._arena.num_free == free
+    assert model.cache.pool.num_free == free
 
 
 def test_truncated_sequence_continues_as_if_it_had_never_been_longer(sequence: Sequence) -> None:
@@ -76,10 +76,10 @@ def test_keep_common_keeps_the_longest_common_beginning(sequence: Sequence) -> N
 def test_tokens_beyond_the_context_leave_everything_as_it_was(model: Model, sequence: Sequence) -> None:
     ids = _ids(CONTEXT)
     sequence.append(ids[:100])
-    free = model._arena.num_free
+    free = model.cache.pool.num_free
     with pytest.raises(ContextOverflowError, match=f"{CONTEXT + 1} tokens do not fit into a context of {CONTEXT}"):
         sequence.append(_ids(CONTEXT - 99))
-    assert (sequence.num_tokens, model._arena.num_free) == (100, free)
+    assert (sequence.num_tokens, model.cache.pool.num_free) == (100, free)
     # all of the context can be used, to the last token
     assert sequence.append(ids[100:]).shape == (SPEC.vocabulary,)
     with pytest.raises(ContextOverflowError):
@@ -88,14 +88,14 @@ def test_tokens_beyond_the_context_leave_everything_as_it_was(model: Model, sequ
 
 def test_full_arena_leaves_everything_as_it_was(model: Model) -> None:
     others = []
-    while model._arena.num_free > 2:
+    while model.cache.pool.num_free > 2:
         others.append(model.sequence())
-        others[-1].append(_ids(min(CONTEXT, 32 * (model._arena.num_free - 2))))
+        others[-1].append(_ids(min(CONTEXT, 32 * (model.cache.pool.num_free - 2))))
     last = model.sequence()
     last.append(_ids(10))
     with pytest.raises(ContextOverflowError, match="65 tokens do not fit: there is room for 64"):
         last.append(_ids(55))
-    assert (last.num_tokens, model._arena.num_free) == (10, 1)
+    assert (last.num_tokens, model.cache.pool.num_free) == (10, 1)
     last.append(_ids(54))
     for sequence in [*others, last]:
         sequence.close()
@@ -148,5 +148,5 @@ def test_logits_that_overflow_raise_one_sentence(tmp_path: Path, open_file: Call
         model.perplexity("the user")
     with pytest.raises(NumericError):
         model.generate("the user", raw=True).text()
-    model._arena.check()
-    assert model._arena.num_free == model._arena.num_pages
+    model.cache.pool.check()
+    assert model.cache.pool.owned_bytes == 0

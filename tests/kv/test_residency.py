@@ -25,7 +25,7 @@ def _use(placement: Placement, tokens: tuple[int, ...], now_s: float, **options:
     """One request; its moves."""
     match = placement.tree.match(tokens)
     pages = list(tokens[len(match.nodes) :])
-    moves = placement.record(tokens, match, pages, num_answer_tokens=5, now_s=now_s, **options)  # type: ignore[arg-type]
+    moves, _ = placement.record(tokens, match, pages, num_answer_tokens=5, now_s=now_s, **options)  # type: ignore[arg-type]
     return [*moves, *placement.make_room(now_s)]
 
 
@@ -68,6 +68,35 @@ def test_model_learns_how_long_people_think() -> None:
             _, cell = model.add(SHORT, now_s)
     assert model.rate(cell, 45.0) > 2 * model.rate(cell, 1.0)
     assert model.rate(cell, 300.0) < model.rate(cell, 1.0)
+
+
+def test_chance_of_reuse_is_learnt_and_falls_with_age() -> None:
+    model = ReuseModel()
+    for index in range(400):
+        serial, short = model.add(SHORT, index * 10.0)
+        _, long = model.add(LONG, index * 10.0)
+        model.continued(serial, index * 10.0 + 5.0, last_page=False)
+    assert model.chance(short, 0.0) > 0.95
+    assert model.chance(long, 0.0) < 0.4
+    chances = [model.chance(long, age_s) for age_s in (0.0, 10.0, 1e3, 1e4, 1e9)]
+    assert all(0 <= older <= newer <= 1 for newer, older in pairwise(chances)), chances
+
+
+@pytest.mark.parametrize(
+    ("standing", "times_s"),
+    [
+        (Standing(), []),
+        (Standing(pinned=True, expires_s=50.0), []),
+        (Standing(expires_s=50.0), [50.0]),
+        (Standing(soon_s=8.0), [4.0, 6.0, 7.0, math.nextafter(16.0, 17.0)]),
+        (Standing(soon_s=8.0, expires_s=5.0), [4.0, 5.0]),
+    ],
+)
+def test_standing_says_when_it_changes(standing: Standing, times_s: list[float]) -> None:
+    found, now_s = [], 0.0
+    while (now_s := standing.changes_s(now_s)) < math.inf:
+        found.append(now_s)
+    assert found == times_s
 
 
 def test_model_counts_a_continuation_once() -> None:
@@ -263,7 +292,6 @@ class PlacementMachine(RuleBasedStateMachine):
         super().__init__()
         self.placement = _placement(4, 3)
         self.now_s = 0.0
-        self.known_before = 0
 
     @rule(
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple),

@@ -6,23 +6,27 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Self
 
 from headrace.cli import options as o
 from headrace.cli.errors import guarded, say
 from headrace.cli.loading import loaded_model
-from headrace.cli.report import Speeds, closing_line, print_line, print_operations, result_document
+from headrace.cli.report import Speeds, closing_line, miss_lines, print_line, print_operations, result_document
+from headrace.cli.session import open_session, opening_line
 from headrace.cli.turns import TurnReader, parse_command, save_conversation
 from headrace.errors import HeadraceError, OptionError
 
 if TYPE_CHECKING:
-    from headrace.cli.protocols import ChatLike, GenerationLike, ModelLike
+    from headrace.cli.protocols import ChatLike, GenerationLike, ModelLike, SessionLike
 
 HELP = '''\
 /reset        forget the conversation
 /save FILE    write it to FILE, as JSON when that ends in .json, else as Markdown
 /stats        speed, bytes and operations of the last answer, and how full the context is
+/sessions     names of the sessions that are kept
+/fork NAME    go on in a copy of this session
+/pin, /unpin  keep the past of this session before that of others, or no longer
 /help         this list
 /exit         leave, as Ctrl-D does
 A backslash at the end of a line continues the message; """ starts and ends a message of several lines.
@@ -46,11 +50,27 @@ def chat(
     threads: o.Threads = None,
     context: o.Context = None,
     no_cache: o.NoCache = False,
+    session: o.Session = None,
+    kv_memory: o.KvMemory = None,
+    kv_disk: o.KvDisk = None,
+    kv_formats: o.KvFormats = None,
+    kv_dir: o.KvDir = None,
     stats: o.Stats = False,
     as_json: o.AsJson = False,
 ) -> None:
     """Talk with a model; each turn computes only what is new in it. /help lists the commands."""
-    loading = o.LoadOptions(model, threads, context, not no_cache)
+    loading = o.LoadOptions.checked(
+        model,
+        threads,
+        context,
+        no_cache=no_cache,
+        kv_memory=kv_memory,
+        kv_disk=kv_disk,
+        kv_formats=kv_formats,
+        kv_dir=kv_dir,
+    )
+    if session is not None:
+        loading.check_session(session)
     answering = o.AnswerOptions.checked(
         max_tokens=max_tokens,
         stop=stop,
@@ -63,29 +83,53 @@ def chat(
         frequency_penalty=frequency_penalty,
         seed=seed,
     )
-    with loaded_model(loading) as loaded, TurnReader.of_process(quiet=as_json) as reader:
-        conversation = Conversation(loaded, system, answering, show_stats=stats, as_json=as_json)
-        if reader.interactive:
-            print_line(f"{loaded.name}: /help lists the commands, Ctrl-D leaves")
+    with (
+        loaded_model(loading) as loaded,
+        TurnReader.of_process(quiet=as_json) as reader,
+        Conversation(loaded, session, system, answering, show_stats=stats, as_json=as_json) as conversation,
+    ):
+        conversation.greet(interactive=reader.interactive)
         conversation.run(reader)
         if as_json:
             conversation.print_document()
 
 
 class Conversation:
-    """The turns of one run of `headrace chat`, and its commands."""
+    """The turns of one run of `headrace chat`, and its commands. With a name it is a session, which is kept at the end."""
 
     def __init__(
-        self, model: ModelLike, system: str | None, answering: o.AnswerOptions, *, show_stats: bool, as_json: bool
+        self,
+        model: ModelLike,
+        name: str | None,
+        system: str | None,
+        answering: o.AnswerOptions,
+        *,
+        show_stats: bool,
+        as_json: bool,
     ) -> None:
         self._model = model
-        self._chat: ChatLike = model.chat(system)
+        self._session: SessionLike | None = None if name is None else open_session(model, name, system)
+        self._chat: ChatLike = self._session or model.chat(system)
         self._answering = answering
         self._show_stats = show_stats
         self._as_json = as_json
         self._last: GenerationLike | None = None
         self._turns: list[dict[str, object]] = []
         self._show = _drop if as_json else _write
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._session is not None:
+            self._session.close(keep=True)
+
+    def greet(self, *, interactive: bool) -> None:
+        """Says what this is to somebody at a terminal, and in any case that a session goes on."""
+        if interactive:
+            print_line(f"{self._model.name}: /help lists the commands, Ctrl-D leaves")
+        if self._session is not None and not self._as_json and (interactive or self._session.token_ids):
+            print_line(opening_line(self._session))
 
     def run(self, reader: TurnReader) -> None:
         """Turn after turn until the input ends or says so. At a terminal an error is said and the next turn goes on."""
@@ -129,7 +173,7 @@ class Conversation:
         """Carries out a command.
 
         Raises:
-            OptionError: there is no such command, or it lacks its argument.
+            OptionError: there is no such command, it lacks its argument, or it needs a session.
             StorageError: the file cannot be written.
         """
         if name == "/reset":
@@ -142,18 +186,40 @@ class Conversation:
             print_line(f"context: {len(self._chat.token_ids):,} of {self._model.context_tokens:,} tokens")
             if self._last is not None:
                 self._print_stats(self._last)
+        elif name == "/sessions":
+            print_line("\n".join(self._model.session_names()) or "no session is kept yet")
+        elif name in {"/fork", "/pin", "/unpin"}:
+            self._session_command(name, argument)
         elif name == "/help":
             print_line(HELP)
         else:
             raise OptionError(f"{name} is no command: /help lists them; begin with a space to send it as text")
 
+    def _session_command(self, name: str, argument: str) -> None:
+        session = self._session
+        if session is None:
+            raise OptionError(f"{name} needs a session, and this conversation has no name: start with --session NAME")
+        if name != "/fork":
+            session.pin(name == "/pin")
+            print_line(f"session {session.name!r} is {'pinned' if name == '/pin' else 'no longer pinned'}")
+            return
+        if not argument:
+            raise OptionError("/fork needs the name of the copy: /fork NAME")
+        o.check_session_name(argument, "/fork")
+        copy = session.fork(argument)
+        session.close(keep=True)
+        self._session = self._chat = copy
+        print_line(f"this is session {copy.name!r} now, a copy of {session.name!r}")
+
     def print_document(self) -> None:
         """The conversation as one JSON document on standard output."""
         from headrace.cli.output import write_json
 
+        session = {} if self._session is None else {"session": self._session.name}
         write_json(
             {
                 "model": self._model.name,
+                **session,
                 "messages": [{"role": message.role, "content": message.content} for message in self._chat.messages],
                 "token_ids": list(self._chat.token_ids),
                 "turns": self._turns,
@@ -162,6 +228,8 @@ class Conversation:
 
     def _print_stats(self, generation: GenerationLike) -> None:
         print_line(closing_line(generation.result, self._speeds(generation)))
+        for line in miss_lines(generation.result.reuse):
+            print_line(line)
         print_operations(generation.operations())
 
     def _speeds(self, generation: GenerationLike) -> Speeds:

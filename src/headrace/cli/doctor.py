@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +17,8 @@ from headrace.cli.errors import guarded, say
 from headrace.units import format_bytes
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from headrace.cli.stored import Folder
     from headrace.config import Config
     from headrace.engine.machine import Machine
@@ -36,6 +39,38 @@ class Bandwidth:
     size_bytes: int | None
     read_bytes: int
     bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class KeptPast:
+    """Settings of the past that is kept, and what lies there. `memory_limit_bytes` None: chosen by free memory."""
+
+    folder: Path
+    writable: bool
+    formats: tuple[str, ...]
+    memory_limit_bytes: int | None
+    disk_bytes: int
+    disk_limit_bytes: int
+    written_today_bytes: int
+    daily_limit_bytes: int
+
+    @classmethod
+    def of(cls, config: Config, now_s: float) -> KeptPast:
+        """What a process that starts now would find. `now_s` decides what today is."""
+        from headrace.cli.stored import can_write
+        from headrace.kv.folder import day_of, folder_bytes, read_writes
+
+        day, written_bytes = read_writes(config.kv_dir)
+        return cls(
+            config.kv_dir,
+            can_write(config.kv_dir),
+            config.kv_formats,
+            config.kv_memory_bytes,
+            folder_bytes(config.kv_dir),
+            config.kv_disk_bytes,
+            written_bytes if day == day_of(now_s) else 0,
+            config.kv_daily_bytes,
+        )
 
 
 @guarded
@@ -60,6 +95,7 @@ def doctor(
     if clean:
         say(f"freed {format_bytes(remove_stale(folders))}")
         folders = measure_folders(config, time.time())
+    past = KeptPast.of(config, time.time())
     if as_json:
         from headrace.cli.output import write_json
 
@@ -72,11 +108,12 @@ def doctor(
                 "config": asdict(config),
                 "home_writable": can_write(config.home),
                 "folders": [asdict(folder) for folder in folders],
+                "kv": asdict(past),
                 "python": platform.python_version(),
             }
         )
     else:
-        _print_report(machine, config, level.name, used_threads, bandwidths, folders)
+        _print_report(machine, config, level.name, used_threads, bandwidths, folders, past)
 
 
 @contextmanager
@@ -118,29 +155,23 @@ def measure_levels(machine: Machine, threads: int, measure: Measure) -> list[Ban
 
 
 def _print_report(
-    machine: Machine, config: Config, level: str, threads: int, bandwidths: list[Bandwidth], folders: list[Folder]
+    machine: Machine,
+    config: Config,
+    level: str,
+    threads: int,
+    bandwidths: list[Bandwidth],
+    folders: list[Folder],
+    past: KeptPast,
 ) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from headrace.cli.stored import can_write
 
     console = Console(highlight=False)
-
-    def section(title: str, rows: list[tuple[str, ...]]) -> None:
-        console.print(title, style="bold", markup=False, soft_wrap=True)
-        table = Table(box=None, pad_edge=False, show_header=False)
-        table.add_column(no_wrap=True)
-        for _ in rows[0][1:]:
-            table.add_column(overflow="fold")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-        console.print()
-
     memory = machine.memory
     limit = f", limited to {format_bytes(memory.limit_bytes)}" if memory.limit_bytes is not None else ""
-    section(
+    _section(
+        console,
         "Machine",
         [
             ("CPU", f"{machine.cpu} ({machine.architecture})"),
@@ -150,11 +181,13 @@ def _print_report(
             ("load", "unknown" if machine.load_average is None else f"{machine.load_average:.2f}"),
         ],
     )
-    section(
+    _section(
+        console,
         f"Read bandwidth, {'1 thread' if threads == 1 else f'{threads} threads'}",
         [(each.level, f"{each.bytes_per_s / 1e9:.3g} GB/s", f"of {_bytes(each.size_bytes)}") for each in bandwidths],
     )
-    section(
+    _section(
+        console,
         "Settings",
         [
             ("kernels", f"{level}{' (forced by HEADRACE_CPU)' if config.cpu_level else ''}"),
@@ -162,8 +195,20 @@ def _print_report(
             ("package index", config.index_url),
         ],
     )
+    writable = "" if past.writable else ", which cannot be written: set HEADRACE_KV_DIR to another folder"
+    _section(
+        console,
+        f"The past, kept in {past.folder}{writable}",
+        [
+            ("memory", _memory_limit(past.memory_limit_bytes)),
+            ("disk", f"{format_bytes(past.disk_bytes)} of {format_bytes(past.disk_limit_bytes)}"),
+            ("written today", f"{format_bytes(past.written_today_bytes)} of {format_bytes(past.daily_limit_bytes)}"),
+            ("page formats", ", ".join(past.formats)),
+        ],
+    )
     writable = "" if can_write(config.home) else ", which cannot be written: set HEADRACE_HOME to another folder"
-    section(
+    _section(
+        console,
         f"Stored in {config.home}{writable}",
         [
             (each.what, format_bytes(each.size_bytes), _files(each.num_files), each.path.name, _unused(each.stale_bytes))
@@ -172,6 +217,24 @@ def _print_report(
     )
     if any(each.stale for each in folders):
         console.print("headrace doctor --clean deletes what this version does not use.", soft_wrap=True)
+
+
+def _section(console: Console, title: str, rows: list[tuple[str, ...]]) -> None:
+    from rich.table import Table
+
+    console.print(title, style="bold", markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    for _ in rows[0][1:]:
+        table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print()
+
+
+def _memory_limit(num_bytes: int | None) -> str:
+    return "chosen by free memory when a model is loaded" if num_bytes is None else f"at most {format_bytes(num_bytes)}"
 
 
 def _bytes(num_bytes: int | None) -> str:

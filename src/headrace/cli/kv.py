@@ -1,149 +1,89 @@
-"""`headrace kv`: the past that is kept. `simulate` replays a request trace against the rule that decides what stays."""
+"""`headrace kv`: the past that is kept on disk, looked at and tidied without loading a model.
+
+Knows nothing of what pages hold. What another process has in memory cannot be seen from here; what it has counted can, once
+it has ended.
+"""
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+import sys
+from typing import Annotated
 
 import typer
 
 from headrace.cli import options as o
 from headrace.cli.errors import guarded
-from headrace.errors import OptionError
-from headrace.units import format_bytes, parse_bytes
 
-if TYPE_CHECKING:
-    from headrace.kv.simulator import Policy, SimulationResult
+DAMAGE_FOUND = 1
+"""Exit code of `verify` when something is damaged."""
 
-MAX_TIERS = 4
-SMOLLM2_SIZE = "23040"
-"""Keys and values of one token of smollm2: 30 layers, 3 KV heads, 64 wide, float16."""
+SessionName = Annotated[str, typer.Argument(metavar="NAME", help="A session; [cyan]headrace kv list[/] shows their names.")]
+OfModel = Annotated[
+    str | None, typer.Option("-m", "--model", metavar="NAME", help="Only what belongs to this model.", show_default=False)
+]
 
 kv = typer.Typer(
     no_args_is_help=True,
-    help="Simulate which part of the past would be kept. Every verb of it takes --json.",
+    help="Look at the past that is kept on disk, and tidy it. Every verb of it takes --json.",
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-@kv.callback()
-def _kv() -> None:
-    """A group even while it has one verb."""
+@kv.command()
+@guarded
+def status(kv_dir: o.KvDir = None, as_json: o.AsJson = False) -> None:
+    """Show what is kept on disk by model, and how often it was found."""
+    from headrace.cli import kv_show
+    from headrace.config import Config
+
+    config = Config.from_environment()
+    found = _inventory(kv_dir)
+    if as_json:
+        _write(kv_show.status_document(found, config))
+    else:
+        kv_show.print_status(found, config)
+
+
+@kv.command(name="list")
+@guarded
+def list_sessions(kv_dir: o.KvDir = None, as_json: o.AsJson = False) -> None:
+    """List the sessions that are kept, the last used first."""
+    from headrace.cli import kv_show
+
+    found = _inventory(kv_dir)
+    if as_json:
+        _write([kv_show.session_document(session) for session in kv_show.last_used_first(found)])
+    else:
+        kv_show.print_sessions(found)
 
 
 @kv.command()
 @guarded
-def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Requests as JSON lines in Mooncake's form, plain or gzip.")],
-    capacity: Annotated[
-        str, typer.Option(metavar="N[,M...]", help="Blocks that each tier holds, the nearest first: 1000 or 1000,10000.")
-    ],
-    policy: Annotated[
-        str, typer.Option(metavar="NAME", help="What decides which blocks stay: headrace, lru or best.")
-    ] = "headrace",
-    token_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes of keys and values per token, for what is moved and written.")
-    ] = SMOLLM2_SIZE,
+def pin(name: SessionName, model: OfModel = None, kv_dir: o.KvDir = None, as_json: o.AsJson = False) -> None:
+    """Keep a session's past before that of others."""
+    _set_pinned(name, model, kv_dir, pinned=True, as_json=as_json)
+
+
+@kv.command()
+@guarded
+def release(
+    name: SessionName,
+    model: OfModel = None,
+    delete: Annotated[bool, typer.Option("--delete", help="Forget the session itself as well.")] = False,
+    kv_dir: o.KvDir = None,
     as_json: o.AsJson = False,
 ) -> None:
-    """Replay a request trace and count which blocks are found."""
-    from headrace.kv.simulator import simulate as replay
-    from headrace.kv.simulator import timed
-    from headrace.kv.trace import read_trace
+    """Keep a session's past no longer before that of others."""
+    if not delete:
+        _set_pinned(name, model, kv_dir, pinned=False, as_json=as_json)
+        return
+    from headrace.kv.sessions import SessionFiles
 
-    capacities = parse_capacities(capacity)
-    num_token_bytes = parse_bytes(token_bytes)
-    requests = read_trace(trace)
-    checked = replay_policy(policy)
-    result, requests_per_s = timed(requests, capacities, checked, time.perf_counter)
-    references = {
-        name: result if name == checked else replay(requests, capacities, replay_policy(name)) for name in ("lru", "best")
-    }
-    document = {
-        "trace": str(trace),
-        "policy": policy,
-        "capacity_blocks": capacities,
-        "block_tokens": requests[0].block_tokens,
-        "requests": result.num_requests,
-        "blocks": result.num_blocks,
-        **_rates(result, num_token_bytes * requests[0].block_tokens),
-        "lru_hit_rate": references["lru"].hit_rate,
-        "best_hit_rate": references["best"].hit_rate,
-        "requests_per_s": requests_per_s,
-    }
+    found = _inventory(kv_dir)
+    session = find_session(found, name, model)
+    deleted = SessionFiles(found.folder, session.record.model_digest).delete(name)
     if as_json:
-        from headrace.cli.output import write_json
-
-        write_json(document)
+        _write({"name": name, "model": session.model, "deleted": deleted})
     else:
-        _show(result, references, num_token_bytes * requests[0].block_tokens, requests_per_s)
-
-
-def parse_capacities(text: str) -> list[int]:
-    """'1000,10000' as numbers.
-
-    Raises:
-        OptionError: it is no list of positive whole numbers, or there are more than MAX_TIERS.
-    """
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdigit() and 0 < int(part) < 2**40 for part in parts):
-        raise OptionError(f"--capacity={text!r} is no list of capacities: write blocks per tier, such as 1000 or 1000,10000")
-    if len(parts) > MAX_TIERS:
-        raise OptionError(f"--capacity={text!r} has {len(parts)} tiers: give {MAX_TIERS} at most")
-    return [int(part) for part in parts]
-
-
-def replay_policy(name: str) -> Policy:
-    """The policy of this name.
-
-    Raises:
-        OptionError: there is none.
-    """
-    from headrace.kv.simulator import POLICIES
-
-    for policy in POLICIES:
-        if name == policy:
-            return policy
-    raise OptionError(f"--policy={name!r} is not a policy: use one of {', '.join(POLICIES)}")
-
-
-def _rates(result: SimulationResult, num_block_bytes: int) -> dict[str, object]:
-    """What the simulation counted. The best possible is only counted, so it moves nothing that could be told."""
-    counted = result.policy != "best"
-    return {
-        "hit_rate": result.hit_rate,
-        "tier_hit_rates": result.tier_hit_rates,
-        "promoted_bytes": result.promoted_blocks * num_block_bytes if counted else None,
-        "written_bytes": result.written_blocks * num_block_bytes if counted else None,
-        "moved_bytes": (result.promoted_blocks + result.written_blocks) * num_block_bytes if counted else None,
-        "dropped_blocks": result.dropped_blocks if counted else None,
-    }
-
-
-def _show(
-    result: SimulationResult, references: dict[str, SimulationResult], num_block_bytes: int, requests_per_s: float
-) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("policy", "hit rate", *(f"tier {tier}" for tier in range(len(result.tier_hit_blocks))), "moved", "written"):
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    rows = {result.policy: result, **{each.policy: each for each in references.values()}}
-    for row in rows.values():
-        moved = [row.promoted_blocks + row.written_blocks, row.written_blocks]
-        table.add_row(
-            row.policy,
-            f"{row.hit_rate:.4f}",
-            *(f"{rate:.4f}" for rate in row.tier_hit_rates),
-            *("-" if row.policy == "best" else format_bytes(blocks * num_block_bytes) for blocks in moved),
-        )
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(
-        f"\n{result.num_requests} requests, {result.num_blocks} blocks; {requests_per_s:.0f} requests per second",
-        markup=False,
-        soft_wrap=True,
-    )
+        sys.stdout.write(f"session {name!r} is forgotten\n")

@@ -29,7 +29,7 @@ def loaded_model(options: LoadOptions) -> Iterator[ModelLike]:
 
 
 def load_model(options: LoadOptions, progress: ConsoleProgress) -> ModelLike:
-    """The engine's model."""
+    """The engine's model. Without a cache on disk nothing of the past lies there either."""
     from headrace.engine.model import load
 
     model = load(
@@ -38,5 +38,9 @@ def load_model(options: LoadOptions, progress: ConsoleProgress) -> ModelLike:
         context=options.context_tokens,
         cache=options.cache,
         progress=progress,
+        kv_dir=options.kv_dir,
+        kv_memory=options.kv_memory_bytes,
+        kv_disk=options.kv_disk_bytes if options.cache else 0,
+        kv_formats=options.kv_formats,
     )
     return cast("ModelLike", model)

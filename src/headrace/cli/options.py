@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from headrace.errors import OptionError
 MODEL_HELP = "An alias ([cyan]headrace models[/] lists them), a path to a .gguf file, or hf:owner/repo/file.gguf."
 DEFAULT_MODEL = "smollm2"
 DEFAULT_MAX_TOKENS = 256
+MAX_NAME_CHARACTERS = 200
 
 # The sampler's own defaults, written again so that the help can show them without importing NumPy; a test compares them.
 TEMPERATURE = 0.0
@@ -24,7 +26,7 @@ PRESENCE_PENALTY = 0.0
 FREQUENCY_PENALTY = 0.0
 SEED = 0
 
-_MODEL, _LENGTH, _SAMPLING, _OUTPUT = "Model", "Prompt and length", "Sampling", "Output"
+_MODEL, _LENGTH, _SAMPLING, _MEMORY, _OUTPUT = "Model", "Prompt and length", "Sampling", "Memory of the past", "Output"
 
 Model = Annotated[str, typer.Option("-m", "--model", metavar="MODEL", help=MODEL_HELP, rich_help_panel=_MODEL)]
 Threads = Annotated[
@@ -41,7 +43,46 @@ Context = Annotated[
     ),
 ]
 NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Neither read nor write packed weights on disk.", rich_help_panel=_MODEL)
+    bool,
+    typer.Option("--no-cache", help="Neither read nor write packed weights or the past on disk.", rich_help_panel=_MODEL),
+]
+KvMemory = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Most bytes of pages in memory.", show_default="chosen by free memory", rich_help_panel=_MEMORY
+    ),
+]
+KvDisk = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Most bytes of the kept past on disk; 0 keeps nothing there.",
+        show_default="20GB",
+        rich_help_panel=_MEMORY,
+    ),
+]
+KvFormats = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Page formats, in this order: f16 (exact), q8, q4. Behind f16, pages are compressed before they leave memory; "
+        "without it, at once.",
+        show_default="f16",
+        rich_help_panel=_MEMORY,
+    ),
+]
+KvDir = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Folder of the kept past.", show_default="kv in HEADRACE_HOME", rich_help_panel=_MEMORY),
+]
+Session = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Go on with the conversation of this name, and keep it for the next time.",
+        show_default=False,
+        rich_help_panel=_MEMORY,
+    ),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens to generate.", rich_help_panel=_LENGTH)]
 Stop = Annotated[
@@ -112,12 +153,16 @@ Logprobs = Annotated[
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Which model to load, and how."""
+    """Which model to load, and how. None stands for what the environment sets, or for the default."""
 
     model: str
     threads: int | None = None
     context_tokens: int | None = None
     cache: bool = True
+    kv_memory_bytes: int | None = None
+    kv_disk_bytes: int | None = None
+    kv_formats: tuple[str, ...] | None = None
+    kv_dir: Path | None = None
 
     def __post_init__(self) -> None:
         from headrace.config import check_threads
@@ -126,6 +171,62 @@ class LoadOptions:
             check_threads(self.threads, "--threads")
         if self.context_tokens is not None and self.context_tokens < 1:
             raise OptionError(f"--context={self.context_tokens} is not a number of tokens: use 1 or more")
+
+    @classmethod
+    def checked(
+        cls,
+        model: str,
+        threads: int | None,
+        context_tokens: int | None,
+        *,
+        no_cache: bool,
+        kv_memory: str | None,
+        kv_disk: str | None,
+        kv_formats: str | None,
+        kv_dir: Path | None,
+    ) -> LoadOptions:
+        """Options out of what the command line says, checked before the model is loaded.
+
+        Raises:
+            OptionError: a value cannot be used.
+        """
+        from headrace.config import parse_formats, parse_memory, parse_size
+
+        return cls(
+            model,
+            threads,
+            context_tokens,
+            cache=not no_cache,
+            kv_memory_bytes=None if kv_memory is None else parse_memory(kv_memory, "--kv-memory"),
+            kv_disk_bytes=None if kv_disk is None else parse_size(kv_disk, "--kv-disk"),
+            kv_formats=None if kv_formats is None else parse_formats(kv_formats, "--kv-formats"),
+            kv_dir=None if kv_dir is None else kv_dir.expanduser(),
+        )
+
+    def check_session(self, name: str) -> None:
+        """Checks that a session of this name can be kept.
+
+        Raises:
+            OptionError: the name is empty or too long, or nothing may be kept on disk.
+        """
+        from headrace.config import Config
+
+        check_session_name(name, "--session")
+        if not self.cache:
+            raise OptionError(f"--session={name!r} is kept on disk, which --no-cache forbids: leave one of them out")
+        disk_bytes = Config.from_environment().kv_disk_bytes if self.kv_disk_bytes is None else self.kv_disk_bytes
+        if disk_bytes == 0:
+            raise OptionError(f"--session={name!r} is kept on disk, where 0 bytes are allowed: give --kv-disk a size")
+
+
+def check_session_name(name: str, option: str) -> None:
+    """Checks the length of a session's name.
+
+    Raises:
+        OptionError: it is empty or too long.
+    """
+    if not 1 <= len(name) <= MAX_NAME_CHARACTERS:
+        raise OptionError(f"{option}={name!r} has {len(name)} characters: a session's name has 1 to {MAX_NAME_CHARACTERS}")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.engine.bench import BenchModel
+from headrace.engine.kv_bench import KvBenchModel
 from headrace.engine.results import GenerationResult, Piece
 
 
@@ -85,7 +86,28 @@ class ChatLike(Protocol):
         """All tokens so far, the template's included."""
 
 
-class ModelLike(BenchModel, Protocol):
+class SessionLike(ChatLike, Protocol):
+    """A conversation with a name, which goes on after a restart."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    def pin(self, pinned: bool = True) -> None:
+        """Keeps its past before that of others, or no longer does."""
+
+    def fork(self, name: str | None = None) -> SessionLike:
+        """A copy that shares the past so far.
+
+        Raises:
+            OptionError: there is a session of this name.
+        """
+
+    def close(self, keep: bool = True) -> None:
+        """Lets go of it. With `keep` it can be gone on with, in this process or the next; otherwise it is forgotten."""
+
+
+class ModelLike(BenchModel, KvBenchModel, Protocol):
     """A loaded model."""
 
     @property
@@ -110,6 +132,12 @@ class ModelLike(BenchModel, Protocol):
 
     def chat(self, system: str | None = None) -> ChatLike:
         """A new conversation."""
+
+    def session(self, name: str, system: str | None = None) -> SessionLike:
+        """The conversation of this name, as it was left; a new one, with this system message, if there is none."""
+
+    def session_names(self) -> Sequence[str]:
+        """Names of the sessions that can be gone on with, sorted."""
 
     def close(self) -> None:
         """Stops the worker team and gives memory back."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,7 +15,7 @@ from headrace.cli.loading import loaded_model
 from headrace.errors import OptionError
 
 if TYPE_CHECKING:
-    from headrace.cli.protocols import GenerationLike
+    from headrace.cli.protocols import GenerationLike, ModelLike
 
 
 @guarded
@@ -39,12 +40,26 @@ def run(
     threads: o.Threads = None,
     context: o.Context = None,
     no_cache: o.NoCache = False,
+    session: o.Session = None,
+    kv_memory: o.KvMemory = None,
+    kv_disk: o.KvDisk = None,
+    kv_formats: o.KvFormats = None,
+    kv_dir: o.KvDir = None,
     logprobs: o.Logprobs = 0,
     stats: o.Stats = False,
     as_json: o.AsJson = False,
 ) -> None:
     """Answer one prompt and print how fast it went."""
-    loading = o.LoadOptions(model, threads, context, not no_cache)
+    loading = o.LoadOptions.checked(
+        model,
+        threads,
+        context,
+        no_cache=no_cache,
+        kv_memory=kv_memory,
+        kv_disk=kv_disk,
+        kv_formats=kv_formats,
+        kv_dir=kv_dir,
+    )
     answering = o.AnswerOptions.checked(
         max_tokens=max_tokens,
         stop=stop,
@@ -58,21 +73,34 @@ def run(
         frequency_penalty=frequency_penalty,
         seed=seed,
     )
+    if session is not None:
+        loading.check_session(session)
+        if raw:
+            raise OptionError("--raw continues a text and --session a conversation: leave one of them out")
     text = read_prompt() if prompt is None else prompt
     if not text:
         raise OptionError("the prompt is empty: give some text, or pipe it in")
-    with loaded_model(loading) as loaded:
-        generation = loaded.generate(
-            text,
-            max_tokens=answering.max_tokens,
-            stop=answering.stop,
-            system=system,
-            raw=raw,
-            logprobs=answering.logprobs,
-            **answering.sampling,
-        )
+    with loaded_model(loading) as loaded, _answer(loaded, text, answering, session, system, raw=raw) as generation:
         _stream(generation, show=not as_json, with_logprobs=logprobs > 0)
         _report(generation, loaded.name, loaded.read_bandwidth, stats=stats, as_json=as_json)
+
+
+@contextmanager
+def _answer(
+    model: ModelLike, text: str, answering: o.AnswerOptions, name: str | None, system: str | None, *, raw: bool
+) -> Iterator[GenerationLike]:
+    """The answer to the prompt: alone, or as the next turn of the session of this name, which is kept at the end."""
+    most, stop, logprobs, sampling = answering.max_tokens, answering.stop, answering.logprobs, answering.sampling
+    if name is None:
+        yield model.generate(text, max_tokens=most, stop=stop, system=system, raw=raw, logprobs=logprobs, **sampling)
+        return
+    from headrace.cli.session import open_session
+
+    session = open_session(model, name, system)
+    try:
+        yield session.send(text, max_tokens=most, stop=stop, logprobs=logprobs, **sampling)
+    finally:
+        session.close(keep=True)
 
 
 def read_prompt() -> str:
@@ -120,4 +148,6 @@ def _report(generation: GenerationLike, name: str, read_bandwidth: Callable[[], 
         return
     report.print_line(report.closing_line(result, speeds))
     if stats:
+        for line in report.miss_lines(result.reuse):
+            report.print_line(line)
         report.print_operations(generation.operations())

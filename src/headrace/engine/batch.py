@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,17 +28,45 @@ from headrace.model.step import PAGE_TOKENS, SequenceStep, attention_parts
 Words = npt.NDArray[np.int64]
 
 
+class ColdSource(Protocol):
+    """Where cold pages are read from: called by one thread at a time, which is not the one that runs steps."""
+
+    def expect_layer(self, layer: int, first: int) -> None:
+        """Says that one layer of all cold pages from number `first` on is read next; a disk can be asked for them at once.
+
+        May do nothing.
+        """
+
+    def read_layer(self, layer: int, number: int, target: npt.NDArray[np.uint8]) -> str | None:
+        """Reads one layer of the number-th cold page into all of `target`; why not, if it fails."""
+
+
+@dataclass(frozen=True, eq=False)
+class ColdPages:
+    """Pages of a sequence that are not in memory: whole ones, before the page that new tokens go to.
+
+    `indices` are their places in the sequence, int64 [num_cold], ascending; `formats` their format codes, all exact if
+    None. Steps with the same object are cheaper than with an equal one.
+    """
+
+    indices: Words
+    source: ColdSource
+    formats: Words | None = None
+
+
 @dataclass(frozen=True)
 class Slice:
     """New tokens of one sequence: their ids, how many tokens are known before them, and the addresses of its pages.
 
-    `num_outputs` logits rows are wanted, for the last tokens of the slice.
+    `num_outputs` logits rows are wanted, for the last tokens of the slice. The addresses of `cold` pages, if there are
+    any, are not used.
     """
 
     token_ids: Sequence[int]
     past_tokens: int
     page_addresses: Words
     num_outputs: int = 1
+    cold: ColdPages | None = None
 
 
 def attention_numbers(graph: Sequence[Operation], windows: Sequence[int]) -> dict[int, npt.NDArray[np.intp]]:

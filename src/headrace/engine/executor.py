@@ -14,6 +14,7 @@ import numpy.typing as npt
 from headrace.engine.ahead import MAX_STEPS, AheadProgram, AheadRunner
 from headrace.engine.batch import Slice, Tables, Words, attention_numbers
 from headrace.engine.records import Buffers, Places, RecordBuilder, kernels_of
+from headrace.engine.streaming import StreamedStep, StreamRunner
 from headrace.kernels.library import KernelLibrary
 from headrace.kernels.program import NUM_BLOCKS
 from headrace.kernels.runtime import Program, Team
@@ -51,19 +52,29 @@ class Executor:
         self._shapes: dict[int, tuple[int, int]] = {}
         self._windows = attention_numbers(graph, self._tables.windows)
         self._last: Program | None = None
+        self._last_streamed: StreamedStep | None = None
         self._ahead = AheadRunner(config, ahead, places, library, self.buffers, self.team, max_pages)
+        states = self.buffers.address("states")
+        self.streaming = StreamRunner(config, graph, self._records, self._tables, states, self.team)
 
     def run(self, slices: Sequence[Slice]) -> npt.NDArray[np.float32]:
-        """Runs one step of at most MAX_STEP_TOKENS tokens.
+        """Runs one step of at most MAX_STEP_TOKENS tokens; pages may be cold in a step of one slice.
 
         Returns:
             Logits of the wanted tokens, float32 [outputs, V]: a view that the next step overwrites.
+
+        Raises:
+            PageLostError: a cold page could not be read. The step may be repeated.
         """
         tokens = sum(len(part.token_ids) for part in slices)
         outputs = sum(part.num_outputs for part in slices)
         assert 0 < tokens <= MAX_STEP_TOKENS
         assert 0 < outputs <= MAX_STEP_OUTPUTS
         self._angles.cover(max(part.past_tokens + len(part.token_ids) for part in slices))
+        if any(part.cold is not None for part in slices):
+            assert len(slices) == 1, "only a step of one slice can have cold pages"
+            self._last_streamed = self.streaming.run(slices[0])
+            return self.buffers.logits(outputs, self._config.vocabulary)
         program = self._free_program((tokens, outputs))
         shape = self._tables.shape(slices)
         if shape is not None and shape == program.table_shape:
@@ -76,7 +87,7 @@ class Executor:
             # the addresses are kept alive, so that their identity cannot be taken by others
             program.table_shape, program.attention_blocks, program.kept = shape, blocks, slices
         self.team.run(program)
-        self._last = program
+        self._last, self._last_streamed = program, None
         return self.buffers.logits(outputs, self._config.vocabulary)
 
     def run_ahead(self, token: int, past_tokens: int, page_addresses: Words, steps: int) -> tuple[list[int], AheadProgram]:
@@ -86,12 +97,23 @@ class Executor:
 
     @property
     def last_program(self) -> Program:
-        """The program of the last step, with its stamps."""
+        """The program of the last `run` without cold pages, with its stamps."""
         assert self._last is not None, "no step has run"
         return self._last
 
+    @property
+    def last_streamed(self) -> StreamedStep | None:
+        """What the last `run` did to get at cold pages; None if there were none."""
+        return self._last_streamed
+
+    @property
+    def last_stamps(self) -> Words:
+        """Stamps of the last `run`, int64 [num_ops + 1]: when each operation was complete, and last when the step began."""
+        return self._last_streamed.stamps if self._last_streamed is not None else self.last_program.stamps
+
     def close(self) -> None:
         """Stops the team; weights and pages may be freed afterwards."""
+        self.streaming.close()
         self.team.close()
 
     def _free_program(self, shape: tuple[int, int]) -> _StepProgram:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.engine.accounts import Account, OperationAccount
 from headrace.engine.ahead import MAX_STEPS
-from headrace.engine.results import FinishReason, GenerationResult, Piece, Timings, TokenLogprob, Usage
+from headrace.engine.past import Past, reuse_of
+from headrace.engine.recall import recall
+from headrace.engine.results import FinishReason, GenerationResult, Piece, Reuse, Timings, TokenLogprob, Usage
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.errors import ContextOverflowError, HeadraceError
@@ -24,13 +26,13 @@ _AHEAD_S = 0.03
 
 @dataclass(frozen=True)
 class GenerationPlan:
-    """What an answer needs: `prompt_ids` is the whole prompt, of which `cached_tokens` are in the sequence already.
+    """What an answer needs. With `recalls` it begins with what is known of the prompt, else with what is in the sequence.
 
     `end_ids` are the tokens that end it.
     """
 
     prompt_ids: tuple[int, ...]
-    cached_tokens: int
+    recalls: bool
     max_tokens: int
     context_tokens: int
     stop: tuple[str, ...]
@@ -63,6 +65,8 @@ class Generation(Iterator[Piece]):
         self._detokenizer = StreamingDetokenizer(tokenizer, plan.stop)
         self._cancelled = False
         self.failed = False
+        self._cached_tokens = 0 if plan.recalls else sequence.num_tokens
+        self._past: Past | None = None
         self._history = list(plan.prompt_ids)
         self._token_ids: list[int] = []
         self._text: list[str] = []
@@ -105,12 +109,22 @@ class Generation(Iterator[Piece]):
             text="".join(self._text),
             token_ids=tuple(self._token_ids),
             finish_reason=self._finish or "cancelled",
-            usage=Usage(len(plan.prompt_ids), plan.cached_tokens, len(self._token_ids)),
+            usage=Usage(len(plan.prompt_ids), self._cached_tokens, len(self._token_ids)),
             timings=Timings(plan.load_s, prefill_s, decode_s, plan.load_s + prefill_s),
             prefill_ledger=self._prefill.totals,
             decode_ledger=self._decode.totals,
             logprobs=tuple(self._logprobs),
+            reuse=self._reuse(),
         )
+
+    def _reuse(self) -> Reuse:
+        """Where the past came from."""
+        sequence, prompt = self._sequence, self._plan.prompt_ids
+        if self._past is None:
+            reuse = Reuse(memory_tokens=self._cached_tokens, computed_tokens=len(prompt) - self._cached_tokens)
+        else:
+            reuse = reuse_of(self._past, prompt, self._tokenizer, sequence.cache)
+        return replace(reuse, streamed_bytes=sequence.streamed_bytes, streamed_s=sequence.streamed_s)
 
     def operations(self) -> list[OperationAccount]:
         """Time and bytes by class of operation; prefill first, in the order of the step."""
@@ -136,8 +150,15 @@ class Generation(Iterator[Piece]):
             self._end("cancelled")
 
     def _first(self) -> list[Sampled]:
-        """Prefills the prompt and chooses the first token."""
-        return self._sample(self._compute(self._plan.prompt_ids[self._plan.cached_tokens :], self._prefill))
+        """Prefills what is not known of the prompt and chooses the first token."""
+        prompt, sequence = self._plan.prompt_ids, self._sequence
+        if self._plan.recalls:
+            with self._booked(self._prefill):
+                # the last token is always computed anew: its logits are needed
+                recalled = recall(sequence, prompt[:-1], 1, self._clock)
+            self._past = Past(recalled, sequence.cache.now_s())
+            self._cached_tokens = recalled.memory_tokens + recalled.disk_tokens
+        return self._sample(self._compute(prompt[sequence.num_tokens :], self._prefill))
 
     def _one(self) -> list[Sampled]:
         """One step, one token."""
@@ -222,7 +243,7 @@ class Generation(Iterator[Piece]):
         self._on_end(self)
 
 
-def check_room(num_prompt_tokens: int, context_tokens: int) -> None:
+def check_prompt(num_prompt_tokens: int, context_tokens: int) -> None:
     """Refuses a prompt that leaves no room for an answer.
 
     Raises:

@@ -48,6 +48,8 @@ class LoadedWeights:
     tokenizer: Tokenizer
     template: str | None
     memory: Memory | None = None
+    digest: str | None = None
+    """SHA-256 of the model file, in hex; None if nobody had to know."""
 
     def address(self, name: str) -> int:
         """Where a matrix or vector lies."""
@@ -78,7 +80,7 @@ def load_weights(path: Path, packed_dir: Path | None, progress: Progress, check:
     if remembered:
         loaded = _reopen(_packed_path(packed_dir, remembered))
         if loaded is not None:
-            return loaded
+            return dataclasses.replace(loaded, digest=remembered)
     facts = _facts_of(path)
     digest = _hash_file(path, progress)
     target = _packed_path(packed_dir, digest)
@@ -89,7 +91,7 @@ def load_weights(path: Path, packed_dir: Path | None, progress: Progress, check:
             target.unlink(missing_ok=True)
             raise ModelFileError(f"{path.name} was changed while it was read: start again when it is complete")
     _remember(path, packed_dir, facts, digest)
-    return loaded
+    return dataclasses.replace(loaded, digest=digest)
 
 
 def prepare_kernels(library: KernelLibrary, names: Sequence[str], threads: int, progress: Progress) -> None:

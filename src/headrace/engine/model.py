@@ -8,9 +8,9 @@ One model has one team of threads and one arena of pages; its sequences take tur
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -21,19 +21,24 @@ import numpy.typing as npt
 from headrace.config import Config, check_threads
 from headrace.engine import machine
 from headrace.engine.accounts import Account
+from headrace.engine.chat import Chat, Session, check_session_name
 from headrace.engine.executor import Executor
 from headrace.engine.fit import plan_memory
-from headrace.engine.generation import Generation, GenerationPlan, check_room
+from headrace.engine.generation import Generation, GenerationPlan, check_prompt
 from headrace.engine.loading import LoadedWeights, load_weights, prepare_kernels
+from headrace.engine.memory import MemorySettings, check_room, open_memory
 from headrace.engine.records import Places, kernels_of
-from headrace.engine.sampler import Sampler, SamplingOptions, SamplingParams
+from headrace.engine.sampler import Sampler, SamplingOptions, SamplingParams, sampling_params
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.errors import OptionError
 from headrace.kernels import bandwidth
 from headrace.kernels.level import choose_level
 from headrace.kernels.library import KernelLibrary
+from headrace.kernels.narrow import NARROW_KERNELS
+from headrace.kernels.page_formats import FORMAT_NAMES
 from headrace.kernels.runtime import TEAM_KERNELS
-from headrace.kv.pages import PageArena, page_bytes
+from headrace.kv.pages import page_bytes
+from headrace.kv.residency import DEFAULT_STANDING, Standing
 from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
 from headrace.model.graph import build_graph, greedy_graph
@@ -51,6 +56,10 @@ def load(
     cache: bool = True,
     progress: Progress | None = None,
     config: Config | None = None,
+    kv_dir: str | Path | None = None,
+    kv_memory: int | str | None = None,
+    kv_disk: int | str | None = None,
+    kv_formats: Sequence[str] | str | None = None,
 ) -> Model:
     """Loads a model, fetching, compiling and packing what is not there yet.
 
@@ -58,15 +67,20 @@ def load(
         model: an alias (`smollm2`, `gemma3-270m`), a path to a `.gguf`, or `hf:owner/repo/file.gguf`.
         threads: threads of the worker team; all usable cores by default.
         context: tokens of context; what the model was made for and memory allows by default.
-        cache: keep packed weights and compiled kernels on disk for the next start.
+        cache: keep packed weights, compiled kernels and the past of conversations on disk for the next start.
         progress: is told what takes long.
         config: folders and defaults; from the environment by default.
+        kv_dir: folder of the past of conversations.
+        kv_memory: bound of the past in memory, bytes or text such as "2GB"; by default room for a few contexts.
+        kv_disk: bound of `kv_dir`, bytes or text; 0 keeps nothing on disk.
+        kv_formats: formats of pages in memory, "f16" (exact) by default; see README.
 
     Raises:
         HeadraceError: the model cannot be found, fetched, read, or fitted into memory, or an option is wrong.
     """
     start = time.perf_counter()
     settings = config or Config.from_environment()
+    memory = MemorySettings.resolve(settings, kv_dir, kv_memory, kv_disk if cache else 0, kv_formats)
     team = settings.threads if threads is None else check_threads(threads, "threads")
     level = choose_level(settings.cpu_level)
     shown = progress or NullProgress()
@@ -75,10 +89,11 @@ def load(
     free_bytes = machine.read_memory().free_bytes  # before weights are packed into it
 
     def check(shape: ModelConfig, weights_bytes: int) -> None:
-        plan_memory(shape, weights_bytes, context, free_bytes)
+        plan_memory(shape, weights_bytes, context, free_bytes, memory.memory_bytes)
+        check_room(memory, page_bytes(shape))
 
     weights = load_weights(path, settings.packed_dir if cache else None, shown, check)
-    loaded = Model(path, weights, library, threads=team, context=context, progress=shown, free_bytes=free_bytes)
+    loaded = Model(path, weights, library, threads=team, context=context, progress=shown, free_bytes=free_bytes, memory=memory)
     loaded.load_s = time.perf_counter() - start
     return loaded
 
@@ -96,18 +111,25 @@ class Model:
         context: int | None,
         progress: Progress,
         free_bytes: int | None = None,
+        memory: MemorySettings | None = None,
     ) -> None:
         self.path, self.threads, self.load_s = path, threads, 0.0
         self.config, self.tokenizer = weights.config, weights.tokenizer
         self._weights, self._library = weights, library
-        plan = plan_memory(self.config, weights.num_bytes, context, free_bytes)
+        bound = None if memory is None else memory.memory_bytes
+        plan = plan_memory(self.config, weights.num_bytes, context, free_bytes, bound)
         self.context_tokens = plan.context_tokens
         self.graph = build_graph(self.config, weights.matrices)
         self._booking_graph = greedy_graph(self.graph)
         prepare_kernels(
-            library, [*kernels_of(self._booking_graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS], threads, progress
+            library,
+            [*kernels_of(self._booking_graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS, *NARROW_KERNELS],
+            threads,
+            progress,
         )
-        self._arena = PageArena(plan.num_pages, page_bytes(self.config))
+        opened = open_memory(self.config, library, weights.digest, plan.kv_memory_bytes, memory)
+        self.cache, self._session_files = opened.cache, opened.sessions
+        self.digest = weights.digest or ""
         places = Places(
             {name: weights.address(name) for name in weights.matrices.matrices},
             {name: weights.address(name) for name in weights.matrices.vectors},
@@ -118,7 +140,9 @@ class Model:
         self._booking_ledger = StepLedger(self.config, self._booking_graph, threads)
         self._template: ChatTemplate | None = None
         self._bandwidth: float | None = None
+        self._sessions: dict[str, Session] = {}
         self._closed = False
+        self._apply_standings()
 
     @property
     def name(self) -> str:
@@ -141,9 +165,9 @@ class Model:
         return self._weights.num_bytes
 
     def sequence(self) -> TokenSequence:
-        """A new, empty sequence of tokens."""
+        """A new, empty sequence of tokens, which neither knows others' past nor lets them know its own."""
         self._check_open()
-        return TokenSequence(self._executor, self._arena, self._account("all"), self.vocab_size, self.context_tokens)
+        return self._sequence(None)
 
     def generate(
         self,
@@ -182,9 +206,7 @@ class Model:
         else:
             messages = [Message("system", system)] if system is not None else []
             ids = self.chat_template.encode([*messages, Message("user", prompt)])
-        params = sampling_params(sampling, overrides, logprobs)
-        sequence = self.sequence()
-        return self._start(sequence, ids, max_tokens, params, stop, lambda generation: sequence.close())
+        return self.answer(ids, max_tokens, sampling_params(sampling, overrides, logprobs), stop, lambda generation: None)
 
     def generate_ids(
         self,
@@ -200,17 +222,18 @@ class Model:
     ) -> Generation:
         """An answer to a prompt of token ids; options that are not named here are those of `generate`.
 
-        What the prompt shares with `sequence`, if there is one, is not computed again; prompt and answer stay there. With
-        `ignore_end` the answer goes on behind end tokens, up to `max_tokens`: for measurements.
+        With a `sequence`, what the prompt shares with it is not computed again, prompt and answer stay there, and the memory
+        of the past has no part in it. With `ignore_end` the answer goes on behind end tokens, up to `max_tokens`: for
+        measurements.
 
         Raises:
             OptionError: an option cannot be used.
             ContextOverflowError: the prompt leaves no room for an answer.
         """
         params = sampling_params(sampling, overrides, logprobs)
-        own = self.sequence() if sequence is None else sequence
-        on_end = (lambda generation: own.close()) if sequence is None else (lambda generation: None)
-        return self._start(own, prompt_ids, max_tokens, params, stop, on_end, ignore_end=ignore_end)
+        if sequence is None:
+            return self.answer(prompt_ids, max_tokens, params, stop, lambda generation: None, ignore_end=ignore_end)
+        return self._start(sequence, prompt_ids, max_tokens, params, stop, lambda generation: None, ignore_end=ignore_end)
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its past between turns.
@@ -220,6 +243,39 @@ class Model:
         """
         self.chat_template  # noqa: B018, raises before the conversation starts
         return Chat(self, system)
+
+    def session(self, name: str, system: str | None = None) -> Session:
+        """The conversation of this name, as it was left; a new one, with this system message, if there is none.
+
+        Raises:
+            OptionError: the name cannot be used.
+            TemplateError: the model has no chat template.
+        """
+        self.chat_template  # noqa: B018
+        check_session_name(name)
+        if name not in self._sessions:
+            record = None if self._session_files is None else self._session_files.load(name)
+            self._sessions[name] = Session(self, name, system, self._session_files, record)
+        return self._sessions[name]
+
+    def new_session(self, name: str, system: str | None) -> Session:
+        """A session of a name that there is none of yet.
+
+        Raises:
+            OptionError: there is one, or the name cannot be used.
+        """
+        if check_session_name(name) in self.session_names():
+            raise OptionError(f"there is a session {name!r} already: take another name")
+        return self.session(name, system)
+
+    def session_names(self) -> list[str]:
+        """Names of the sessions that can be gone on with, sorted."""
+        kept = [] if self._session_files is None else [record.name for record in self._session_files.all()]
+        return sorted({*kept, *self._sessions})
+
+    def drop_session(self, name: str) -> None:
+        """Forgets the object of a session that was closed."""
+        self._sessions.pop(name, None)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits after each token: float32 [T, V]."""
@@ -239,7 +295,16 @@ class Model:
         ids = self.tokenizer.encode(text, add_bos=self.tokenizer.adds_bos)
         if len(ids) < 2:
             raise OptionError(f"the text has {len(ids)} token, and perplexity needs at least 2")
-        sequence = self.sequence()
+        return self.perplexity_of(ids)
+
+    def perplexity_of(self, token_ids: Sequence[int], *, page_format: str = "f16") -> float:
+        """`perplexity` of tokens, read from pages of a format: those that are whole when a chunk of tokens begins.
+
+        Raises:
+            ContextOverflowError: they do not fit into the context.
+        """
+        ids = list(token_ids)
+        sequence = self._sequence(FORMAT_NAMES.index(page_format))
         total, at = 0.0, 0
         try:
             for rows in sequence.steps(ids[:-1], outputs=64):
@@ -252,6 +317,10 @@ class Model:
         finally:
             sequence.close()
         return float(np.exp(total / at))
+
+    def page_bytes(self, page_format: str = "f16") -> int:
+        """Bytes of a page of 32 tokens in a format."""
+        return page_bytes(self.config, FORMAT_NAMES.index(page_format))
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of a text; nothing in it is taken as a special token."""
@@ -282,9 +351,10 @@ class Model:
         return self._bandwidth
 
     def close(self) -> None:
-        """Stops the worker team and gives memory back."""
+        """Writes what is to be kept, stops the worker team and gives memory back."""
         if not self._closed:
             self._closed = True
+            self.cache.close()
             self._executor.close()
 
     def __enter__(self) -> Self:
@@ -300,6 +370,50 @@ class Model:
         if self._closed:
             raise OptionError(f"{self.name} is closed: load it again")
 
+    def _sequence(self, page_format: int | None) -> TokenSequence:
+        return TokenSequence(
+            self._executor, self.cache, self._account("all"), self.vocab_size, self.context_tokens, page_format
+        )
+
+    def _apply_standings(self) -> None:
+        """What the owners of sessions asked for in earlier runs holds on."""
+        for record in [] if self._session_files is None else self._session_files.all():
+            if record.pinned or record.priority != 1.0 or record.expires_s is not None:
+                expires_s = math.inf if record.expires_s is None else record.expires_s
+                self.cache.set_standing(record.token_ids, Standing(record.priority, record.pinned, expires_s))
+
+    def answer(
+        self,
+        prompt_ids: Sequence[int],
+        max_tokens: int,
+        params: SamplingParams,
+        stop: Sequence[str],
+        on_end: Callable[[Generation], None],
+        *,
+        standing: Callable[[], Standing] = lambda: DEFAULT_STANDING,
+        ignore_end: bool = False,
+    ) -> Generation:
+        """An answer that begins with what is known of the prompt, and is known itself afterwards. See `generate_ids`.
+
+        Args:
+            standing: asked at the end for what the owner of this past wishes.
+            on_end: told of the end, before what was computed becomes known.
+        """
+        self._check_open()
+        sequence = self._sequence(None)
+
+        def end(generation: Generation) -> None:
+            try:
+                on_end(generation)
+                # pages behind an error may hold values that are not finite
+                sequence.poisoned = generation.failed
+                if not generation.failed and not self._closed:
+                    sequence.commit(len(generation.token_ids), standing())
+            finally:
+                sequence.close()
+
+        return self._start(sequence, prompt_ids, max_tokens, params, stop, end, recalls=True, ignore_end=ignore_end)
+
     def _start(
         self,
         sequence: TokenSequence,
@@ -309,18 +423,19 @@ class Model:
         stop: Sequence[str],
         on_end: Callable[[Generation], None],
         *,
+        recalls: bool = False,
         ignore_end: bool = False,
     ) -> Generation:
         if max_tokens < 1:
             raise OptionError(f"max_tokens={max_tokens} generates nothing: use 1 or more")
         if not prompt_ids:
             raise OptionError("the prompt is empty: say something")
-        check_room(len(prompt_ids), self.context_tokens)
-        # the last token is always computed anew: its logits are needed
-        cached = min(sequence.keep_common(prompt_ids), len(prompt_ids) - 1)
-        sequence.truncate(cached)
+        check_prompt(len(prompt_ids), self.context_tokens)
+        if not recalls:
+            # the last token is always computed anew: its logits are needed
+            sequence.truncate(min(sequence.keep_common(prompt_ids), len(prompt_ids) - 1))
         ends = frozenset() if ignore_end else self.tokenizer.end_ids
-        plan = GenerationPlan(tuple(prompt_ids), cached, max_tokens, self.context_tokens, tuple(stop), self.load_s, ends)
+        plan = GenerationPlan(tuple(prompt_ids), recalls, max_tokens, self.context_tokens, tuple(stop), self.load_s, ends)
         return Generation(
             plan,
             sequence,
@@ -330,90 +445,3 @@ class Model:
             time.perf_counter,
             on_end,
         )
-
-
-class Chat:
-    """A conversation. What an earlier turn computed is never computed again."""
-
-    def __init__(self, model: Model, system: str | None) -> None:
-        self._model, self._system = model, system
-        self._sequence = model.sequence()
-        self._messages: list[Message] = []
-        self._token_ids: list[int] = []
-        self._answer: Generation | None = None
-        self.reset()
-
-    @property
-    def messages(self) -> tuple[Message, ...]:
-        """All turns so far, the system message included."""
-        return tuple(self._messages)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens so far, the template's included."""
-        return tuple(self._token_ids)
-
-    def reset(self) -> None:
-        """Forgets all turns, the system message excepted; an answer that is still coming ends."""
-        self._end_answer()
-        self._messages = [] if self._system is None else [Message("system", self._system)]
-        self._token_ids = []
-
-    def close(self) -> None:
-        """Gives the conversation's pages back; an answer that is still coming ends."""
-        self._end_answer()
-        self._sequence.close()
-
-    def _end_answer(self) -> None:
-        if self._answer is not None:
-            self._answer.close()
-            self._answer = None
-
-    def send(
-        self,
-        text: str,
-        *,
-        max_tokens: int = 256,
-        sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
-        logprobs: int = 0,
-        **overrides: Unpack[SamplingOptions],
-    ) -> Generation:
-        """The answer to `text`; options as for `Model.generate`. A cancelled answer stays as far as it got.
-
-        An answer that is still coming ends here: a conversation has one at a time.
-
-        Raises:
-            OptionError: an option cannot be used.
-            ContextOverflowError: the conversation leaves no room for an answer; it is as it was before.
-        """
-        self._end_answer()
-        template = self._model.chat_template
-        messages = [*self._messages, Message("user", text)]
-        added = template.encode_turn(messages, self._token_ids) if self._token_ids else None
-        ids = template.encode(messages) if added is None else [*self._token_ids, *added]
-        params = sampling_params(sampling, overrides, logprobs)
-
-        def remember(generation: Generation) -> None:
-            result = generation.result
-            if generation.failed and not result.token_ids:
-                return  # an error that left no answer leaves no turn
-            self._messages = [*messages, Message("assistant", result.text)]
-            self._token_ids = [*ids, *result.token_ids]
-
-        self._answer = self._model._start(self._sequence, ids, max_tokens, params, stop, remember)
-        return self._answer
-
-
-def sampling_params(base: SamplingParams | None, overrides: SamplingOptions, logprobs: int) -> SamplingParams:
-    """Sampling parameters with some fields replaced.
-
-    Raises:
-        OptionError: a name is no field, or a value cannot be used.
-    """
-    names = {field.name for field in fields(SamplingParams)}
-    for name in overrides:
-        if name not in names:
-            raise OptionError(f"{name!r} is no sampling option: use {', '.join(sorted(names))}")
-    params = replace(base or SamplingParams(), **overrides)
-    return replace(params, logprobs=logprobs) if logprobs else params

@@ -55,6 +55,38 @@ class Timings:
     first_token_s: float = 0.0
 
 
+MissReason = Literal[
+    "first seen", "diverged", "evicted", "format changed", "model changed", "damaged", "gone", "recompute is quicker"
+]
+
+
+@dataclass(frozen=True)
+class MissReport:
+    """Why `num_tokens` tokens of a prompt, from `at_token` on, were computed and not found."""
+
+    reason: MissReason
+    at_token: int
+    num_tokens: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Where the past of a request came from, what reading it took, and what that saved against computing it.
+
+    `streamed_bytes` were read from disk while decoding, because the past is longer than memory.
+    """
+
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    computed_tokens: int = 0
+    load_s: float = 0.0
+    saved_s: float = 0.0
+    misses: tuple[MissReport, ...] = ()
+    streamed_bytes: int = 0
+    streamed_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class GenerationResult:
     """Everything known at the end of a generation."""
@@ -67,3 +99,4 @@ class GenerationResult:
     prefill_ledger: LedgerTotals
     decode_ledger: LedgerTotals
     logprobs: tuple[TokenLogprob, ...] = field(default=())
+    reuse: Reuse = field(default=Reuse())

@@ -28,7 +28,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TypedDict
 
 import numpy as np
@@ -324,3 +324,17 @@ def _check_real(
 def _check_whole(name: str, value: object, high: int, allowed: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
         raise OptionError(f"{name}={value!r} cannot be used: give a whole number {allowed}")
+
+
+def sampling_params(base: SamplingParams | None, overrides: SamplingOptions, logprobs: int) -> SamplingParams:
+    """Sampling parameters with some fields replaced.
+
+    Raises:
+        OptionError: a name is no field, or a value cannot be used.
+    """
+    names = {field.name for field in fields(SamplingParams)}
+    for name in overrides:
+        if name not in names:
+            raise OptionError(f"{name!r} is no sampling option: use {', '.join(sorted(names))}")
+    params = replace(base or SamplingParams(), **overrides)
+    return replace(params, logprobs=logprobs) if logprobs else params

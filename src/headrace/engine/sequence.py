@@ -3,7 +3,11 @@
     tokens   0 ......... num_tokens          all of them are computed: their keys and values lie in `pages`
     pages    ceil(num_tokens / 32)           the last one partly filled
 
-Grows by steps, shrinks by truncation; tokens are exact, so a later turn finds the past it needs.
+Grows by steps, shrinks by truncation. Begins empty, or with what the cache knows (`recall.py`); what it holds becomes
+known to others when it is committed.
+
+If memory cannot hold the whole past, its oldest pages stay on disk (`None` among the pages), and each step reads them layer
+by layer (`streaming.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +20,14 @@ import numpy.typing as npt
 
 from headrace.engine.batch import Slice
 from headrace.engine.executor import MAX_STEP_OUTPUTS, Executor
+from headrace.engine.spill import Spill
+from headrace.engine.streaming import PageLostError
 from headrace.errors import ContextOverflowError, NumericError, OptionError
-from headrace.kv.pages import PageArena, pages_for
+from headrace.kernels.page_formats import F16
+from headrace.kv.cache import Found, PageCache
+from headrace.kv.pages import format_of, pages_for
+from headrace.kv.residency import DEFAULT_STANDING, Standing
+from headrace.kv.tree import Node
 from headrace.model.step import MAX_STEP_TOKENS, PAGE_TOKENS, LedgerTotals, SequenceStep
 
 if TYPE_CHECKING:
@@ -32,15 +42,31 @@ _NOT_FINITE = (
 
 
 class Sequence:
-    """Tokens and their past, of one conversation or one request."""
+    """Tokens and their past, of one conversation or one request. `page_format` is that of its whole pages."""
 
-    def __init__(self, executor: Executor, arena: PageArena, account: Account, vocabulary: int, context_tokens: int) -> None:
-        self._executor, self._arena = executor, arena
+    def __init__(
+        self,
+        executor: Executor,
+        cache: PageCache,
+        account: Account,
+        vocabulary: int,
+        context_tokens: int,
+        page_format: int | None = None,
+    ) -> None:
+        self._executor, self.cache = executor, cache
         self._vocabulary, self._context_tokens = vocabulary, context_tokens
-        self._pages: list[int] = []
+        self._page_format = cache.formats[0] if page_format is None else page_format
+        self.pages: list[int | None] = []
+        self.cold: dict[int, Node] = {}
+        self.found: Found | None = None
+        self._spill = Spill(self, executor.streaming)
         self._addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self.token_ids: list[int] = []
         self.accounts: list[Account] = [account]
+        self.streamed_bytes, self.streamed_s = 0, 0.0
+        # Values that are not finite may lie in the pages. Attention weighs what lies behind the last token with 0, which
+        # makes no number of them, so the next owner must not find any.
+        self.poisoned = False
 
     @property
     def ledger(self) -> LedgerTotals:
@@ -84,18 +110,23 @@ class Sequence:
         """
         past = self.num_tokens
         self._reserve(past + steps)
+        if self.cold:
+            return self._run_one_by_one(token_id, steps)
         chosen, program = self._executor.run_ahead(token_id, past, self._addresses, steps)
         if min(chosen) < 0:
+            self.poisoned = True
             self.truncate(past)
             raise NumericError(_NOT_FINITE.format(first=past + chosen.index(-1), last=past + chosen.index(-1)))
         self.token_ids += [token_id, *chosen[:-1]]
         length = (len(program.stamps) - 1) // steps
+        formats = self._formats()
         for step in range(steps):
-            batch = (SequenceStep(1, past + step, chosen=True),)
+            batch = (SequenceStep(1, past + step, chosen=True, page_formats=formats),)
             begin = step * length
             for account in self.accounts:
                 # a step begins when the one before is complete; the place behind the last operation is the program's begin
                 account.add(batch, program.stamps[begin : begin + length], program.stamps[begin - 1])
+        self._seal()
         return chosen
 
     def append_all(self, token_ids: Tokens[int]) -> npt.NDArray[np.float32]:
@@ -109,10 +140,15 @@ class Sequence:
         """Forgets all tokens but the first `num_tokens`."""
         del self.token_ids[num_tokens:]
         keep = pages_for(len(self.token_ids))
-        for page in self._pages[keep:]:
-            self._arena.release(page)
-        del self._pages[keep:]
+        for number, page in enumerate(self.pages[keep:], keep):
+            self.cold.pop(number, None)
+            if page is not None:
+                if self.poisoned and self.cache.pool.owners(page) == 1:
+                    self.cache.pool.view(page)[:] = 0
+                self.cache.pool.release(page)
+        del self.pages[keep:]
         self._addresses = self._addresses[:keep]
+        self._spill.resize(len(self.cold))
 
     def keep_common(self, token_ids: Tokens[int]) -> int:
         """Truncates to the longest common beginning with `token_ids`; returns its length."""
@@ -124,9 +160,19 @@ class Sequence:
         self.truncate(common)
         return common
 
+    def commit(self, num_answer_tokens: int, standing: Standing = DEFAULT_STANDING) -> None:
+        """Makes what is here known to later requests."""
+        if self.found is not None:  # the pages are held by their owner counts
+            self.cache.let_go(self.found)
+        if self.token_ids:
+            self.cache.commit(self.token_ids, self.pages, num_answer_tokens=num_answer_tokens, standing=standing)
+
     def close(self) -> None:
         """Gives the pages back."""
         self.truncate(0)
+        if self.found is not None:
+            self.cache.let_go(self.found)
+            self.found = None
 
     def steps(
         self, token_ids: Tokens[int], *, outputs: int = 1, cancelled: Callable[[], bool] | None = None
@@ -141,46 +187,133 @@ class Sequence:
         for token in ids:
             if not 0 <= token < self._vocabulary:
                 raise OptionError(f"token {token} is outside the vocabulary of {self._vocabulary}: use ids from 0 on")
-        self._reserve(self.num_tokens + len(ids))
+        self._check_context(self.num_tokens + len(ids))
         size = MAX_STEP_TOKENS if outputs == 1 else min(MAX_STEP_TOKENS, outputs)
+        whole = self.num_tokens + len(ids)
         for start in range(0, len(ids), size):
             if start and cancelled is not None and cancelled():
                 return
             chunk = ids[start : start + size]
+            # compressed pages take less than those that are being written, so room is found chunk by chunk
+            self._reserve(self.num_tokens + len(chunk) if self._page_format != F16 or self.cold else whole)
             rows = self._step(chunk, min(outputs, len(chunk)))
             # a single row is for the sampler, which looks at every value anyway
             if outputs > 1 and not np.isfinite(rows).all():
+                self.poisoned = True
                 raise NumericError(_NOT_FINITE.format(first=start, last=start + len(chunk) - 1))
             yield rows
 
-    def _reserve(self, num_tokens: int) -> None:
-        """Takes pages for a number of tokens, all or none."""
+    def compute_pages(self, first: int, count: int, token_ids: Tokens[int]) -> None:
+        """Computes whole pages again that lie in the middle of what is here: their tokens are `token_ids`."""
+        for at in range(first, first + count, MAX_STEP_TOKENS // PAGE_TOKENS):
+            end = min(at + MAX_STEP_TOKENS // PAGE_TOKENS, first + count)
+            ids = list(token_ids[(at - first) * PAGE_TOKENS : (end - first) * PAGE_TOKENS])
+            self._run(Slice(ids, at * PAGE_TOKENS, self._addresses[:end]))
+
+    def adopt(self, token_ids: Tokens[int], pages: Tokens[int | None], cold: dict[int, Node]) -> None:
+        """Begins with a known past; the pages become this sequence's, `cold` holds those that are on disk only."""
+        assert not self.pages
+        self.token_ids, self.pages, self.cold = list(token_ids), list(pages), dict(cold)
+        self.readdress()
+        if not self._spill.resize(len(cold)):
+            self.truncate(min(cold) * PAGE_TOKENS)  # no room for what reading them takes
+
+    def staging_bytes(self, num_cold: int) -> int:
+        """Bytes that steps need beside the pages in memory to read so many pages from disk."""
+        return self._spill.staging_bytes(num_cold)
+
+    def readdress(self) -> None:
+        """Makes new tables of addresses, since pages have moved. A new array: old steps may still be reading the other."""
+        address = self.cache.pool.address
+        self._addresses = np.array([0 if page is None else address(page) for page in self.pages], np.int64)
+
+    def _check_context(self, num_tokens: int) -> None:
         if num_tokens > self._context_tokens:
             raise ContextOverflowError(
                 f"{num_tokens} tokens do not fit into a context of {self._context_tokens}: "
                 "shorten the prompt or raise --context"
             )
+
+    def _reserve(self, num_tokens: int) -> None:
+        """Takes pages for a number of tokens, all or none."""
+        self._check_context(num_tokens)
         fresh: list[int] = []
-        while len(self._pages) + len(fresh) < pages_for(num_tokens):
-            page = self._arena.allocate()
+        while len(self.pages) + len(fresh) < pages_for(num_tokens):
+            page = self.cache.allocate()
+            if page is None and self._spill.make_room(pages_for(num_tokens) - len(self.pages) - len(fresh)):
+                page = self.cache.allocate()
             if page is None:
                 for taken in fresh:
-                    self._arena.release(taken)
-                room = self.num_tokens + (pages_for(self.num_tokens) * PAGE_TOKENS - self.num_tokens)
-                room += self._arena.num_free * PAGE_TOKENS
+                    self.cache.pool.release(taken)
+                room = len(self.pages) * PAGE_TOKENS + self.cache.pool.num_free * PAGE_TOKENS
                 raise ContextOverflowError(
-                    f"{num_tokens} tokens do not fit: there is room for {room}; shorten the prompt or raise --context"
+                    f"{num_tokens} tokens do not fit: there is room for {room}; shorten the prompt, or raise --kv-memory"
+                    f"{self._spill.refusal}"
                 )
             fresh.append(page)
         if fresh:
-            self._pages += fresh
-            self._addresses = np.array([self._arena.address(page) for page in self._pages], np.int64)
+            self.pages += fresh
+            self.readdress()
 
     def _step(self, ids: list[int], outputs: int) -> npt.NDArray[np.float32]:
-        part = Slice(ids, self.num_tokens, self._addresses, outputs)
-        logits = self._executor.run([part])
+        logits = self._run(Slice(ids, self.num_tokens, self._addresses, outputs))
         self.token_ids += ids
-        stamps = self._executor.last_program.stamps
-        for account in self.accounts:
-            account.add((SequenceStep(len(ids), part.past_tokens, outputs),), stamps[:-1], stamps[-1])
+        self._seal()
         return logits
+
+    def _run(self, part: Slice) -> npt.NDArray[np.float32]:
+        """Runs a step and books it; a page that cannot be read any more is computed again first."""
+        count = len(part.token_ids)
+        while self.cold:
+            cold = self._spill.cold_pages()
+            try:
+                logits = self._executor.run([Slice(part.token_ids, part.past_tokens, self._addresses, part.num_outputs, cold)])
+            except PageLostError as lost:
+                self._spill.repair(lost.page)
+                self._reserve(self.num_tokens + count)
+            else:
+                streamed = self._executor.last_streamed
+                assert streamed is not None
+                self.streamed_bytes += streamed.streamed_bytes
+                self.streamed_s += streamed.waited_s
+                break
+        else:
+            logits = self._executor.run([part])
+        stamps = self._executor.last_stamps
+        step = SequenceStep(count, part.past_tokens, part.num_outputs, page_formats=self._formats())
+        for account in self.accounts:
+            account.add((step,), stamps[:-1], stamps[-1])
+        if not self.cold and part.num_outputs == 1:
+            seconds = float(stamps[:-1].max() - stamps[-1]) / self._executor.team.ticks_per_us / 1e6
+            self.cache.prices.computed(count, part.past_tokens, seconds)
+        return logits
+
+    def _run_one_by_one(self, token_id: int, steps: int) -> list[int]:
+        chosen: list[int] = []
+        for _ in range(steps):
+            logits = self._step([token_id if not chosen else chosen[-1]], 1)[-1]
+            if not np.isfinite(logits).all():
+                raise NumericError(_NOT_FINITE.format(first=self.num_tokens - 1, last=self.num_tokens - 1))
+            chosen.append(int(logits.argmax()))
+        return chosen
+
+    def _seal(self) -> None:
+        """Compresses the pages that are full now, where pages are not kept exact."""
+        if self._page_format == F16:
+            return
+        changed = False
+        for number in range(self.num_tokens // PAGE_TOKENS - 1, -1, -1):
+            page = self.pages[number]
+            if page is None or format_of(page) != F16 or self.cache.pool.owners(page) > 1:
+                break
+            self.pages[number] = self.cache.recode(page, self._page_format)
+            changed = True
+        if changed:
+            self.readdress()
+
+    def _formats(self) -> tuple[int, ...]:
+        """Formats of the pages, as the ledger has them: () if all are exact."""
+        if self._page_format == F16 and len(self.cache.formats) == 1:
+            return ()
+        found = tuple(self._spill.format_of(number) for number in range(len(self.pages)))
+        return found if any(found) else ()

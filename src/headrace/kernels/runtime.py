@@ -47,6 +47,12 @@ class Memory:
         self.bytes: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
         self.address = int(self.bytes.ctypes.data)
 
+    def discard(self, offset: int, num_bytes: int) -> None:
+        """Gives the system's pages inside a range back, where that can be done; they read as zeros when touched again."""
+        start, end = round_up(offset, mmap.PAGESIZE), (offset + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
+
     def words(self, offset: int, count: int) -> NDArray[np.int64]:
         """A view of int64 words at a byte offset."""
         return self.bytes[offset : offset + 8 * count].view(np.int64)

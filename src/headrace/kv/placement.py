@@ -13,7 +13,8 @@ Decides and keeps the books; copying, writing and freeing are the caller's, by t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ from headrace.kv.tree import Match, Node, PrefixTree
 RANK_SHARE = 0.01
 """All that lies in a tier is ranked again when this share of its capacity has left it since: worths change slowly, and
 what is new is ranked as it comes."""
+FEW_LISTED = 1000
+"""Entries of a ranking, beyond twice those that were valid, before it is tidied."""
 
 
 class Move(NamedTuple):
@@ -34,15 +37,26 @@ class Move(NamedTuple):
     to_tier: int | None
 
 
+class Recorded(NamedTuple):
+    """What `Placement.record` did: the pages that came to tier 0, and the last page of the path (the root if it has none)."""
+
+    moves: list[Move]
+    last: Node
+
+
 class Placement:
-    """Pages in tiers of `capacities` pages each."""
+    """Pages in tiers of `capacities` pages each. Capacities bind in `make_room` only; other callers bind themselves."""
 
     def __init__(self, tree: PrefixTree, capacities: Sequence[int], rule: Rule) -> None:
         self.tree, self.capacities, self.rule = tree, tuple(capacities), rule
         self.num_pages = [0] * len(capacities)
         self._resident: list[dict[Use, None]] = [{} for _ in capacities]
-        self._heaps: list[list[tuple[float, int, Use]]] = [[] for _ in capacities]  # worth, serial number, use
+        # worth, serial number, depth of the tip that it is the worth of, use
+        self._heaps: list[list[tuple[float, int, int, Use]]] = [[] for _ in capacities]
         self._left = list(capacities)  # pages that left since the tier was ranked
+        self._unlisted: list[Node] = []  # pages that came to tier 0 since it was looked at
+        self._most_listed = [FEW_LISTED] * len(capacities)
+        self._due_s = [math.inf] * len(capacities)  # when an owner's wish changes what a ranked page is worth
 
     def record(
         self,
@@ -53,50 +67,100 @@ class Placement:
         num_answer_tokens: int,
         now_s: float,
         standing: Standing = DEFAULT_STANDING,
-    ) -> list[Move]:
-        """A use of all pages of `tokens` ended: the matched ones are now in tier 0, and `pages` are those behind them.
+        num_near: int | None = None,
+    ) -> Recorded:
+        """A use of all pages of `tokens` ended: those of `match`, which holds still, and `pages` behind them.
 
-        Returns the promotions. Tier 0 may be over its capacity until `make_room`.
+            matched [0, num_near)       come to tier 0, or are there
+            matched [num_near, ...)     stay in the tier they are in
+            new                         tier 0 if all matched are near (`num_near` None or their number), else tier 1
+
+        A tier may be over its capacity then.
         """
         use = Use(len(self.capacities))
-        use.standing = standing
+        use.standing, use.num_answer_tokens = standing, num_answer_tokens
+        nodes = match.nodes
+        all_near = num_near is None or num_near >= len(nodes)
         found: list[tuple[Use, int]] = []
         moves = []
         last: Use | None = None
-        for node in match.nodes:
+        for node in nodes:
             if node.use is not last:
                 if last is not None:
                     found.append((last, node.depth_pages - 1))
                 last = node.use
             node.use = use
-            if node.tier:
+            if node.tier and (all_near or node.depth_pages <= num_near):  # type: ignore[operator] # None is all_near
                 moves.append(self._promote(node))
         if last is not None:
-            found.append((last, len(match.nodes)))
-        end = len(match.nodes)
+            found.append((last, len(nodes)))
+        end = len(nodes)
         for evicted in self.tree.recall(tokens, match):
             end += 1
             if found and found[-1][0] is evicted.use:
                 found[-1] = (evicted.use, end)
             else:
                 found.append((evicted.use, end))
-        node = match.nodes[-1] if match.nodes else self.tree.root
-        node = self.tree.insert_path(node, tokens[len(match.nodes) * self.tree.page_tokens :], pages, use)
-        self.num_pages[0] += len(pages)
+        node = nodes[-1] if nodes else self.tree.root
+        tier = 0 if all_near else max(1, node.tier)
+        node = self.tree.insert_path(node, tokens[len(nodes) * self.tree.page_tokens :], pages, use, tier=tier)
+        self.num_pages[tier] += len(pages)
         use.num_pages = node.depth_pages
-        self.rule.ended(use, found, num_answer_tokens, now_s)
+        self.rule.ended(use, found, now_s)
+        if not all_near:
+            self._list_path(nodes, now_s)
         if node.parent is not None:
-            self._list(node, 0, now_s)
-        return moves
+            self._list(node, node.tier, now_s)
+        return Recorded(moves, node)
+
+    def restore(
+        self,
+        parent: Node,
+        tokens: Sequence[int],
+        pages: Sequence[Any],
+        facts: Mapping[str, int],
+        time_s: float,
+        now_s: float,
+        *,
+        tier: int = 1,
+    ) -> Node:
+        """Pages that were kept since before this run, of a use that ended at `time_s`; `facts` are its `use_facts`.
+
+        To be called in the order of time, parents before children: then the rule learns as if it had seen the uses. A use
+        of the same time whose last page is `parent` is the same use. None of the pages may be known; returns the last.
+        """
+        assert pages, "nothing to restore"
+        use: Use | None = parent.use
+        is_same = use is not None and use.time_s == time_s and self._last_page(use) is parent
+        if use is None or not is_same:
+            use = Use(len(self.capacities))
+            use.time_s, use.num_answer_tokens = time_s, max(0, facts.get("num_answer_tokens", 0))
+        found = self._take_over(parent, use)
+        tier = max(tier, parent.tier)
+        node = self.tree.insert_path(parent, tokens, pages, use, tier=tier)
+        self.num_pages[tier] += len(pages)
+        use.num_pages = max(use.num_pages, node.depth_pages, facts.get("num_pages", 0))
+        if not is_same:
+            self.rule.restored(use, found, facts)
+            self._list_path(node.path(), now_s)
+        self._list(node, tier, now_s)
+        return node
+
+    @staticmethod
+    def use_facts(use: Use) -> dict[str, int]:
+        """What is known of a use, to be kept with its pages and handed to `restore` after a restart."""
+        return {
+            "turn": use.turn,
+            "repeats": use.repeats,
+            "known_pages": use.known_pages,
+            "num_pages": use.num_pages,
+            "num_answer_tokens": use.num_answer_tokens,
+        }
 
     def set_standing(self, last: Node, standing: Standing, now_s: float) -> None:
         """The owner of the path that ends with this page asks for something else; holds until the path's next use."""
-        use: Use = last.use
-        use.standing = standing
-        for tier in range(len(self.capacities)):
-            tip = self._tip(use, tier)
-            if tip is not None:
-                self._list(tip, tier, now_s)
+        last.use.standing = standing
+        self._due_s = [min(due_s, now_s) for due_s in self._due_s]
 
     def make_room(self, now_s: float) -> list[Move]:
         """Takes pages away until every tier holds at most its capacity, or all that is left is pinned."""
@@ -105,6 +169,69 @@ class Placement:
             if self.num_pages[tier] > self.capacities[tier]:
                 self._shrink(tier, now_s, moves)
         return moves
+
+    def cheapest(self, tier: int, now_s: float) -> tuple[Node, float] | None:
+        """The page that is worth least of those that may leave a tier, and its worth; None if none may.
+
+        Neither pinned pages nor those with children in the same tier may leave. The worth is of the last ranking.
+        """
+        is_ranked = False
+        while tier == 0 and self._unlisted:
+            node = self._unlisted.pop()
+            if self._tip(node.use, 0) is node:
+                self._list(node, 0, now_s)
+        if self._left[tier] > RANK_SHARE * self.capacities[tier] or now_s >= self._due_s[tier]:
+            self._rank(tier, now_s)
+            is_ranked = True
+        while True:
+            heap = self._heaps[tier]
+            while heap:
+                worth, _, depth_pages, use = heap[0]
+                tip = self._tip(use, tier)
+                if tip is not None and tip.depth_pages == depth_pages and not tip.num_tier_children and not tip.pins:
+                    return tip, worth
+                heapq.heappop(heap)
+            if is_ranked:
+                return None
+            self._rank(tier, now_s)
+            is_ranked = True
+
+    def evict(self, tip: Node, now_s: float, *, demote: bool) -> Move:
+        """Takes a page that may leave its tier, to the next one or, if there is no page behind it, out of the tree."""
+        assert not tip.num_tier_children, "pages leave a tier from the tips on"
+        assert not tip.pins, "the page is pinned"
+        assert demote or not tip.children, "pages behind it would be lost"
+        assert not demote or tip.tier + 1 < len(self.capacities), "there is no next tier"
+        moves: list[Move] = []
+        self._take(tip, 1, demote, now_s, moves)
+        return moves[0]
+
+    def promote(self, node: Node) -> Move:
+        """A page behind one in tier 0, or behind none, comes to tier 0 from farther away before it is used."""
+        use, tier = node.use, node.tier
+        assert tier > 0, "the page is in tier 0"
+        move = self._promote(node)
+        self._tip(use, tier)  # it may have been the last there
+        use.tips[0] = node
+        self._resident[0][use] = None
+        self._unlisted.append(node)
+        return move
+
+    def forget(self, node: Node, now_s: float) -> list[Any]:
+        """A page is lost, and with it all behind it, none of them pinned; gives the pages back, each after those behind it."""
+        parent = node.parent
+        assert parent is not None, "the root stays"
+        doomed = [node]
+        for each in doomed:
+            doomed.extend(each.children.values())
+        pages = self.tree.remove_subtree(node, now_s)
+        for each in doomed:
+            self.num_pages[each.tier] -= 1
+        self._reveal(parent, node.use, node.tier, now_s)
+        for use in {each.use for each in doomed}:
+            for tier in range(len(self.capacities)):
+                self._tip(use, tier)
+        return pages
 
     def check(self) -> None:
         """Asserts that books and tree agree and that every page can be reached from the use that it belongs to."""
@@ -117,6 +244,8 @@ class Placement:
             assert node.use in self._resident[node.tier]
             assert tip is not None
             assert node in tip.path()
+            assert tip.use is node.use
+            assert tip.tier == node.tier
             stack.extend(node.children.values())
         assert counts == self.num_pages
 
@@ -126,6 +255,32 @@ class Placement:
         self.tree.move(node, 0, node.page)
         self.num_pages[0] += 1
         return move
+
+    def _take_over(self, parent: Node, use: Use) -> list[tuple[Use, int]]:
+        """A restored use takes over the pages before it that no later use has; whose they were, and to which page."""
+        found: list[tuple[Use, int]] = []
+        node = parent
+        while node.parent is not None and node.use is not use and node.use.time_s <= use.time_s:
+            if not found or found[-1][0] is not node.use:
+                found.append((node.use, node.depth_pages))
+            node.use = use
+            node = node.parent
+        return found[::-1]
+
+    def _last_page(self, use: Use) -> Node | None:
+        """The deepest page of a use, wherever it lies."""
+        for tier in reversed(range(len(self.capacities))):
+            tip = self._tip(use, tier)
+            if tip is not None:
+                return tip
+        return None
+
+    def _list_path(self, nodes: Sequence[Node], now_s: float) -> None:
+        """Lists the last page in each tier of the use that owns the last of the nodes."""
+        use = nodes[-1].use
+        for node, behind in zip(nodes, [*nodes[1:], None], strict=True):
+            if node.use is use and (behind is None or behind.tier != node.tier):
+                self._list(node, node.tier, now_s)
 
     def _tip(self, use: Use, tier: int) -> Node | None:
         """The deepest page of a use in a tier; a use that has none there any more is no longer listed."""
@@ -141,48 +296,56 @@ class Placement:
         tips = [self._tip(use, tier) for use in list(self._resident[tier])]
         free = [tip for tip in tips if tip is not None and not tip.num_tier_children and not tip.pins]
         worths = self.rule.worths(free, tier, now_s).tolist() if free else []
-        heap = [(worth, tip.use.serial, tip.use) for worth, tip in zip(worths, free, strict=True)]
+        heap = [(worth, tip.use.serial, tip.depth_pages, tip.use) for worth, tip in zip(worths, free, strict=True)]
         heapq.heapify(heap)
         self._heaps[tier], self._left[tier] = heap, 0
+        asked = [tip.use.standing for tip in free if tip.use.standing is not DEFAULT_STANDING]
+        self._due_s[tier] = min((standing.changes_s(now_s) for standing in asked), default=math.inf)
 
     def _list(self, tip: Node, tier: int, now_s: float) -> None:
         """A page became the deepest of its use in a tier, or is free to leave it now."""
         use: Use = tip.use
         use.tips[tier] = tip
         self._resident[tier][use] = None
-        heapq.heappush(self._heaps[tier], (float(self.rule.worths([tip], tier, now_s)[0]), use.serial, use))
+        worth = float(self.rule.worths([tip], tier, now_s)[0])
+        heapq.heappush(self._heaps[tier], (worth, use.serial, tip.depth_pages, use))
+        if use.standing is not DEFAULT_STANDING:
+            self._due_s[tier] = min(self._due_s[tier], use.standing.changes_s(now_s))
+        if len(self._heaps[tier]) > self._most_listed[tier]:
+            self._tidy(tier)
 
-    def _cheapest(self, tier: int, now_s: float) -> tuple[float, Node] | None:
-        """Takes the page of a tier that is worth least off the heap, and gives its worth when it was ranked."""
-        ranked = False
-        while True:
-            if not ranked and (not self._heaps[tier] or self._left[tier] > RANK_SHARE * self.capacities[tier]):
-                self._rank(tier, now_s)
-                ranked = True
-            if not self._heaps[tier]:
-                return None
-            worth, _, use = heapq.heappop(self._heaps[tier])
-            tip = self._tip(use, tier)
-            if tip is not None and not tip.num_tier_children and not tip.pins:
-                return worth, tip
+    def _tidy(self, tier: int) -> None:
+        """Drops what is outdated, which nobody else does where nothing ever has to leave."""
+        for use in list(self._resident[tier]):
+            self._tip(use, tier)
+        heap = []
+        for entry in self._heaps[tier]:
+            tip = self._tip(entry[3], tier)
+            if tip is not None and tip.depth_pages == entry[2]:
+                heap.append(entry)
+        heapq.heapify(heap)
+        self._heaps[tier], self._most_listed[tier] = heap, 2 * len(heap) + FEW_LISTED
 
     def _shrink(self, tier: int, now_s: float, moves: list[Move]) -> None:
         floor = self._admission(tier + 1, now_s)
         while self.num_pages[tier] > self.capacities[tier]:
-            cheapest = self._cheapest(tier, now_s)
+            cheapest = self.cheapest(tier, now_s)
             if cheapest is None:
                 return
-            tip = cheapest[1]
+            tip = cheapest[0]
             admitted = floor < np.inf and self.rule.worths([tip], tier + 1, now_s)[0] > floor
-            self._take(tip, tier, admitted, now_s, moves)
+            most = 1 if tip.use.at_last_page(tip) else self.num_pages[tier] - self.capacities[tier]
+            self._take(tip, most, bool(admitted), now_s, moves)
 
-    def _take(self, tip: Node, tier: int, admitted: bool, now_s: float, moves: list[Move]) -> None:
-        """Pages of one use leave a tier, from the tip on, until there is room; the last page of a use leaves alone.
+    def _take(self, tip: Node, most: int, admitted: bool, now_s: float, moves: list[Move]) -> None:
+        """Up to so many pages of one use leave a tier, from the tip on.
 
         A page that has others behind it in the next tier is never dropped before them.
         """
-        use: Use = tip.use
-        excess = 1 if use.at_last_page(tip) else self.num_pages[tier] - self.capacities[tier]
+        use, tier = tip.use, tip.tier
+        heap = self._heaps[tier]
+        if heap and heap[0][3] is use:
+            heapq.heappop(heap)
         num_taken = 0
         while True:
             parent = tip.parent
@@ -192,21 +355,25 @@ class Placement:
             else:
                 moves.append(Move(self.tree.remove(tip, now_s), tier, None))
             num_taken += 1
-            if num_taken == excess or parent.use is not use or parent.tier != tier or parent.num_tier_children or parent.pins:
+            if num_taken == most or parent.use is not use or parent.tier != tier or parent.num_tier_children or parent.pins:
                 break
             tip = parent
         self.num_pages[tier] -= num_taken
         self._left[tier] += num_taken
-        if parent.use is use and parent.tier == tier:
+        self._reveal(parent, use, tier, now_s)
+        below = use.tips[tier + 1] if tier + 1 < len(self.capacities) else None
+        if below is not None and use not in self._resident[tier + 1]:
+            self._list(below, tier + 1, now_s)
+
+    def _reveal(self, parent: Node, use: Use, tier: int, now_s: float) -> None:
+        """The deepest pages of a use have left a tier, down to this page."""
+        if parent.use is use and parent.tier == tier and parent.parent is not None:
             use.tips[tier] = parent
         else:
             use.tips[tier] = None
             self._resident[tier].pop(use, None)
         if parent.parent is not None and parent.tier == tier and not parent.num_tier_children and not parent.pins:
             self._list(parent, tier, now_s)
-        below = use.tips[tier + 1] if tier + 1 < len(self.capacities) else None
-        if below is not None and use not in self._resident[tier + 1]:
-            self._list(below, tier + 1, now_s)
 
     def _demote(self, node: Node) -> Move:
         use, tier = node.use, node.tier
@@ -222,8 +389,9 @@ class Placement:
             return np.inf
         if self.num_pages[tier] < self.capacities[tier]:
             return -1.0
-        cheapest = self._cheapest(tier, now_s)
+        cheapest = self.cheapest(tier, now_s)
         if cheapest is None:
             return np.inf
-        self._list(cheapest[1], tier, now_s)
-        return cheapest[0]
+        heapq.heappop(self._heaps[tier])
+        self._list(cheapest[0], tier, now_s)  # ranked anew: the next request asks for the least again
+        return cheapest[1]

@@ -12,7 +12,7 @@ Pure: facts in, worth out; the time is the caller's. Simulator and engine use th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,22 @@ class Standing:
     hinted_s: float = 0.0
     soon_s: float | None = None
 
+    def changes_s(self, now_s: float) -> float:
+        """When it asks for something else than it does now, or for much more; infinite if never."""
+        if self.pinned or now_s >= self.expires_s:
+            return math.inf
+        if self.soon_s is None or now_s > self.soon_until_s:
+            return self.expires_s
+        ahead_s = self.soon_s - now_s
+        # past the end: a hint holds until its end, and that moment included
+        next_s = now_s + ahead_s / 2 if ahead_s > SOON_S else math.nextafter(self.soon_until_s, math.inf)
+        return min(next_s, self.expires_s)
+
+    @property
+    def soon_until_s(self) -> float:
+        """The last moment at which a hint holds; minus infinity without one."""
+        return -math.inf if self.soon_s is None else self.soon_s + max(SOON_S, self.soon_s - self.hinted_s)
+
 
 DEFAULT_STANDING = Standing()
 
@@ -66,12 +82,23 @@ class Prices:
 class Use:
     """One request's use of a path of pages, as far as no later use took them over."""
 
-    __slots__ = ("cell", "known_pages", "num_pages", "repeats", "serial", "standing", "time_s", "tips", "turn")
+    __slots__ = (
+        "cell",
+        "known_pages",
+        "num_answer_tokens",
+        "num_pages",
+        "repeats",
+        "serial",
+        "standing",
+        "time_s",
+        "tips",
+        "turn",
+    )
 
     def __init__(self, num_tiers: int) -> None:
         self.serial = self.cell = 0
         self.time_s = 0.0
-        self.num_pages = self.known_pages = 0
+        self.num_pages = self.known_pages = self.num_answer_tokens = 0
         self.turn, self.repeats = 1, 0
         self.standing = DEFAULT_STANDING
         self.tips: list[Node | None] = [None] * num_tiers
@@ -82,15 +109,19 @@ class Use:
         return 1 < self.num_pages == node.depth_pages
 
 
+Found = Sequence[tuple[Use, int]]
+"""Stretches of a path by the use they belonged to, each with the page index where it ends, pages that were evicted but are
+remembered included."""
+
+
 class Rule(Protocol):
     """Ranks uses. `Residency` is the rule; `LeastRecent` is what it is compared with."""
 
-    def ended(self, use: Use, found: Sequence[tuple[Use, int]], num_answer_tokens: int, now_s: float) -> None:
-        """A use of `use.num_pages` pages ended, which took over pages of earlier uses.
+    def ended(self, use: Use, found: Found, now_s: float) -> None:
+        """A use of `use.num_pages` pages ended, which took over those that were found."""
 
-        `found` are the stretches of the path by the use they belonged to, each with the page index where it ends, pages
-        that were evicted but are remembered included.
-        """
+    def restored(self, use: Use, found: Found, facts: Mapping[str, int]) -> None:
+        """A use that ended at `use.time_s`, before this run, is known again, with those of its facts that were kept."""
 
     def worths(self, pages: Sequence[Node], tier: int, now_s: float) -> npt.NDArray[np.float64]:
         """What each page would be worth in a tier now: float64 [pages]."""
@@ -102,16 +133,14 @@ class LeastRecent:
     def __init__(self) -> None:
         self._num_uses = 0
 
-    def ended(
-        self,
-        use: Use,
-        found: Sequence[tuple[Use, int]],  # noqa: ARG002 # as the protocol has it
-        num_answer_tokens: int,  # noqa: ARG002
-        now_s: float,  # noqa: ARG002
-    ) -> None:
+    def ended(self, use: Use, found: Found, now_s: float) -> None:  # noqa: ARG002 # as the protocol has it
         """Numbers the use."""
         self._num_uses += 1
         use.serial = self._num_uses
+
+    def restored(self, use: Use, found: Found, facts: Mapping[str, int]) -> None:  # noqa: ARG002
+        """Numbers the use: the order of the calls is the order of the times."""
+        self.ended(use, found, use.time_s)
 
     def worths(self, pages: Sequence[Node], tier: int, now_s: float) -> npt.NDArray[np.float64]:  # noqa: ARG002
         """The order of the pages' uses."""
@@ -119,14 +148,30 @@ class LeastRecent:
 
 
 class Residency:
-    """The rule. Learns from every use, so it needs them all, whatever is kept."""
+    """The rule. Learns from every use, so it needs them all, whatever is kept.
+
+    `prices` may be replaced at any time: worths are computed from them each time they are asked for.
+    """
 
     def __init__(self, prices: Prices | None = None) -> None:
         self.prices = prices or Prices()
         self.reuse = ReuseModel()
 
-    def ended(self, use: Use, found: Sequence[tuple[Use, int]], num_answer_tokens: int, now_s: float) -> None:
+    def ended(self, use: Use, found: Found, now_s: float) -> None:
         """Tells the model which uses were continued, and the facts of this one."""
+        use.time_s = now_s
+        use.known_pages, use.turn, use.repeats = self._continue(found, now_s)
+        self._add(use)
+
+    def restored(self, use: Use, found: Found, facts: Mapping[str, int]) -> None:
+        """As if the use had ended then; facts that were not kept are what can be told from the pages."""
+        known_pages, turn, repeats = self._continue(found, use.time_s)
+        use.known_pages = min(max(0, facts.get("known_pages", known_pages)), use.num_pages)
+        use.turn, use.repeats = max(1, facts.get("turn", turn)), max(0, facts.get("repeats", repeats))
+        self._add(use)
+
+    def _continue(self, found: Found, now_s: float) -> tuple[int, int, int]:
+        """Counts which of the uses found are hereby continued; pages known, turn and repeats of who continues them."""
         known_pages, turn, before = 0, 1, None
         for before, end in found:
             whole = end >= before.num_pages
@@ -137,9 +182,23 @@ class Residency:
                 self.reuse.continued(before.serial, now_s, last_page=True)
             known_pages = end
         repeats = before.repeats + 1 if before is not None and turn > 1 and before.known_pages == known_pages else 0
-        use.known_pages, use.turn, use.repeats, use.time_s = known_pages, turn, repeats, now_s
-        facts = UseFacts(turn, use.num_pages - known_pages, known_pages, num_answer_tokens, repeats)
-        use.serial, use.cell = self.reuse.add(facts, now_s)
+        return known_pages, turn, repeats
+
+    def _add(self, use: Use) -> None:
+        new_pages = use.num_pages - use.known_pages
+        facts = UseFacts(use.turn, new_pages, use.known_pages, use.num_answer_tokens, use.repeats)
+        use.serial, use.cell = self.reuse.add(facts, use.time_s)
+
+    def chance(self, page: Node, now_s: float) -> float:
+        """Probability that a page is used again from now on; 1 for what is pinned or will be needed soon, 0 once expired."""
+        use: Use = page.use
+        if use.standing.pinned:
+            return 1.0
+        if now_s >= use.standing.expires_s:
+            return 0.0
+        if now_s <= use.standing.soon_until_s:
+            return 1.0
+        return self.reuse.chance(LAST_PAGE_CELL if use.at_last_page(page) else use.cell, now_s - use.time_s)
 
     def worths(self, pages: Sequence[Node], tier: int, now_s: float) -> npt.NDArray[np.float64]:
         """Seconds saved per second and byte, times priority; infinite for what is pinned."""
@@ -167,7 +226,7 @@ class Residency:
         if now_s >= standing.expires_s:
             return 0.0
         soon_s = standing.soon_s
-        if soon_s is not None and now_s <= soon_s + max(SOON_S, soon_s - standing.hinted_s):
+        if soon_s is not None and now_s <= standing.soon_until_s:
             saved_s = self.prices.saved_s(tier, page.depth_pages - 1) / self.prices.page_bytes[tier]
             worth = max(worth, saved_s / max(soon_s - now_s, SOON_S))
         return worth * standing.priority

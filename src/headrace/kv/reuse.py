@@ -105,13 +105,15 @@ class ReuseModel:
     # what happened
 
     def add(self, facts: UseFacts, now_s: float) -> tuple[int, int]:
-        """A use ended now; its serial number and its cell."""
+        """A use ended now; its serial number and its cell. One that ended before those already known counts as the last."""
         turn = min(facts.turn, _TURNS) - 1
         size = min(max(1, facts.num_new_pages).bit_length() - 1, _SIZES - 1)
         answer = min(max(1, facts.num_answer_tokens).bit_length() - 1, _ANSWERS - 1)
         depth = 0 if facts.num_known_pages <= 1 else min(_DEPTHS - 1, (facts.num_known_pages.bit_length() + 1) // 2)
         cell = self._cell_of((turn, size, answer, min(facts.repeats, _REPEATS - 1), depth, turn * _SIZES + size, 0))
         row = self._num_uses - self._first
+        if row:
+            now_s = max(now_s, float(self._use_time_s[row - 1]))  # survivors are counted from the oldest on
         if row == len(self._use_cell):
             self._use_cell = np.concatenate([self._use_cell, np.zeros_like(self._use_cell)])
             self._use_time_s = np.concatenate([self._use_time_s, np.zeros_like(self._use_time_s)])
@@ -155,6 +157,15 @@ class ReuseModel:
     def rate(self, cell: int, age_s: float) -> float:
         """`rates` of one."""
         return float(self.rates(np.array([cell]), np.array([age_s]))[0])
+
+    def chance(self, cell: int, age_s: float) -> float:
+        """Probability that a use that got to this age without having been continued will be, before it is beyond all ages.
+
+        Beyond them it is half of what it is in the last bucket.
+        """
+        alive = self._alive(np.array([cell]))[0]
+        age = self._bucket(age_s)
+        return float(1.0 - alive[-1] / alive[age]) if age < NUM_AGES else float(1.0 - alive[-1] / alive[-2]) / 2
 
     def check(self) -> None:
         """Asserts that nothing is reused more often than it is reached."""
@@ -225,12 +236,7 @@ class ReuseModel:
 
     def _gittins(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Rates by age: float64 [cells, NUM_AGES + 1]; the last column is for ages beyond the buckets."""
-        risks = self._risk[np.arange(_FACTS), self._facts[cells]].prod(axis=1)
-        hazards = self._hazard * np.repeat(risks, AGE_GROUP, axis=1)
-        expected = (self._reached[cells] * hazards).sum(axis=1)
-        own = (self._reused[cells].sum(axis=1) + PRIOR_CELL) / (expected + PRIOR_CELL)
-        hazards = np.minimum(hazards * own[:, None], MAX_HAZARD)
-        alive = np.cumprod(np.concatenate([np.ones((len(cells), 1)), 1.0 - hazards], axis=1), axis=1)  # S at bucket starts
+        alive = self._alive(cells)
         kept_s = np.cumsum(self._widths_s * (alive[:, :-1] + alive[:, 1:]) / 2, axis=1)
         kept_s = np.concatenate([np.zeros((len(cells), 1)), kept_s], axis=1)  # A at bucket starts
         rates = np.empty((len(cells), NUM_AGES + 1))
@@ -239,6 +245,15 @@ class ReuseModel:
             rates[:, age] = chords.max(axis=1)
         rates[:, NUM_AGES] = rates[:, NUM_AGES - 1] / 2
         return rates
+
+    def _alive(self, cells: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Chance to get to the start of each bucket without having been continued: float64 [cells, NUM_AGES + 1]."""
+        risks = self._risk[np.arange(_FACTS), self._facts[cells]].prod(axis=1)
+        hazards = self._hazard * np.repeat(risks, AGE_GROUP, axis=1)
+        expected = (self._reached[cells] * hazards).sum(axis=1)
+        own = (self._reused[cells].sum(axis=1) + PRIOR_CELL) / (expected + PRIOR_CELL)
+        hazards = np.minimum(hazards * own[:, None], MAX_HAZARD)
+        return np.cumprod(np.concatenate([np.ones((len(cells), 1)), 1.0 - hazards], axis=1), axis=1)
 
 
 def _sums(values: npt.NDArray[np.int64], weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

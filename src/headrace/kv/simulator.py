@@ -81,7 +81,7 @@ def _replay(requests: Sequence[TraceRequest], capacities: Sequence[int], policy:
         match = tree.match(ids)
         found = len(match.nodes)
         num_blocks += len(ids)
-        moves = placement.record(
+        moves, _ = placement.record(
             ids,
             match,
             [None] * (len(ids) - found),

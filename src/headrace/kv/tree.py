@@ -189,14 +189,14 @@ class PrefixTree:
             del self._evicted[node.fingerprint]
         return node
 
-    def insert_path(self, parent: Node, tokens: Sequence[int], pages: Sequence[Any], use: Any) -> Node:
-        """New pages behind one, all in tier 0 and of one use; the last of them, or the one itself if there are none."""
+    def insert_path(self, parent: Node, tokens: Sequence[int], pages: Sequence[Any], use: Any, *, tier: int = 0) -> Node:
+        """New pages behind one, all in one tier and of one use; the last of them, or the one itself if there are none."""
         node = parent
         for key, page in zip(self.split(tokens), pages, strict=True):
             if node is parent:
-                child = self.insert(node, key, page)
+                child = self.insert(node, key, page, tier=tier)
             else:  # the first child of its parent, and in its tier
-                child = Node(key, node, page, 0)
+                child = Node(key, node, page, tier)
                 node.children[key] = child
                 node.num_tier_children = 1
                 if child.fingerprint in self._evicted:
@@ -231,6 +231,14 @@ class PrefixTree:
             del evicted[next(iter(evicted))]
         node.parent = None
         return node.page
+
+    def remove_subtree(self, node: Node, now_s: float) -> list[Any]:
+        """Forgets a page and all behind it, none of them pinned; gives the pages back, each after those behind it."""
+        doomed = [node]
+        for each in doomed:
+            doomed.extend(each.children.values())
+        assert not any(each.pins for each in doomed), "a page behind is pinned"
+        return [self.remove(each, now_s) for each in reversed(doomed)]
 
     def move(self, node: Node, tier: int, page: Any) -> None:
         """The page now lies in another tier, as `page`. From there on no child may be nearer, nor the parent farther."""

@@ -41,6 +41,7 @@ class SequenceStep:
     past_tokens: int = 0
     outputs: int = 1
     chosen: bool = False
+    page_formats: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,150 @@
+"""Opens the memory of the past for a model: its bounds, what of it was kept on disk, and who may read that.
+
+Pages on disk belong to a key that covers all that changes their bits: the model's content, the machine code of the kernels,
+the operations of a step and how they are shared out, and the formats that pages may have had. Not the context, the threads
+or the batch, which change nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.config import Config, parse_formats, parse_memory, parse_size
+from headrace.errors import OptionError
+from headrace.kernels.library import KernelLibrary
+from headrace.kernels.narrow import Narrower
+from headrace.kernels.page_formats import FORMAT_NAMES
+from headrace.kv.cache import PageCache
+from headrace.kv.folder import folder_bytes
+from headrace.kv.keys import StoreKey
+from headrace.kv.pages import PagePool, layer_bytes, page_bytes
+from headrace.kv.runs import PageShape
+from headrace.kv.sessions import SessionFiles
+from headrace.kv.store import DiskStore
+from headrace.model.config import ModelConfig
+from headrace.units import format_bytes
+
+_FREE_SHARE = 0.5
+"""Of a disk's free space that the default bound may take."""
+_SOURCES = ("model", "weights/pack.py", "engine/batch.py", "engine/records.py", "kv/pages.py")
+"""Sources beside the kernels that decide what a step computes."""
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """Bounds and formats of the past. `memory_bytes` None: by free memory; `disk_bytes` 0: nothing on disk."""
+
+    folder: Path
+    memory_bytes: int | None = None
+    disk_bytes: int = 0
+    daily_bytes: int = 0
+    formats: tuple[str, ...] = ("f16",)
+
+    @classmethod
+    def resolve(
+        cls,
+        config: Config,
+        folder: str | Path | None,
+        memory: int | str | None,
+        disk: int | str | None,
+        formats: Sequence[str] | str | None,
+    ) -> MemorySettings:
+        """What was asked for, and the configuration's values for the rest.
+
+        Raises:
+            OptionError: a value cannot be used.
+        """
+        memory_bytes = config.kv_memory_bytes if memory is None else parse_memory(str(memory), "kv_memory")
+        names = formats if formats is None or isinstance(formats, str) else ",".join(formats)
+        path = config.kv_dir if folder is None else Path(folder).expanduser()
+        disk_bytes = min(config.kv_disk_bytes, _spare_bytes(path)) if disk is None else parse_size(str(disk), "kv_disk")
+        chosen = config.kv_formats if names is None else parse_formats(names, "kv_formats")
+        return cls(path, memory_bytes, disk_bytes, config.kv_daily_bytes, chosen)
+
+
+def _spare_bytes(folder: Path) -> int:
+    """What may be taken without having been asked for: what lies there already, and a share of what is free."""
+    nearest = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    try:
+        return folder_bytes(folder) + int(_FREE_SHARE * shutil.disk_usage(nearest).free)
+    except OSError:
+        return 0
+
+
+@dataclass(frozen=True)
+class OpenedMemory:
+    """The past of a model, and the files of its sessions if they are kept."""
+
+    cache: PageCache
+    sessions: SessionFiles | None
+
+
+def open_memory(
+    config: ModelConfig,
+    library: KernelLibrary,
+    digest: str | None,
+    memory_bytes: int,
+    settings: MemorySettings | None,
+) -> OpenedMemory:
+    """Opens the memory of a model.
+
+    Args:
+        config: the model's shape.
+        library: its kernels, those that compress pages included.
+        digest: of the model's content; without it nothing is kept on disk.
+        memory_bytes: the bound of pages in memory.
+        settings: bounds and formats; None: exact, in memory only.
+
+    Raises:
+        StorageError: the folder cannot be used.
+    """
+    num_formats = len(FORMAT_NAMES)
+    pool = PagePool(memory_bytes, [page_bytes(config, each) for each in range(num_formats)])
+    names = ("f16",) if settings is None else settings.formats
+    formats = [FORMAT_NAMES.index(name) for name in names]
+    narrower = Narrower(library, len(config.layers), config.kv_heads, config.head_width)
+    store = sessions = None
+    if settings is not None and settings.disk_bytes and digest is not None:
+        shape = PageShape(len(config.layers), tuple(layer_bytes(config, each) for each in range(num_formats)))
+        key = StoreKey(config.name, digest, numbers_of(library, names))
+        store = DiskStore(
+            settings.folder,
+            key,
+            shape,
+            limit_bytes=settings.disk_bytes,
+            daily_bytes=settings.daily_bytes,
+            clock=time.time,
+        )
+        sessions = SessionFiles(settings.folder, digest)
+    cache = PageCache(pool, formats=formats, compress=narrower, store=store, wall_clock=time.time, timer=time.perf_counter)
+    return OpenedMemory(cache, sessions)
+
+
+def numbers_of(library: KernelLibrary, formats: Sequence[str]) -> str:
+    """All that changes the bits of a page beside the model, as text that people can compare."""
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for name in _SOURCES:
+        path = package / name
+        for source in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(source.name.encode() + source.read_bytes())
+    lossy = "" if tuple(formats) == ("f16",) else f", formats {','.join(formats)}"
+    return f"kernels {library.folder.name}, steps {digest.hexdigest()[:12]}{lossy}"
+
+
+def check_room(settings: MemorySettings, page_size_bytes: int) -> None:
+    """Refuses a bound on disk that could not hold a single page.
+
+    Raises:
+        OptionError: it could not.
+    """
+    if 0 < settings.disk_bytes < 4 * page_size_bytes:
+        raise OptionError(
+            f"--kv-disk={format_bytes(settings.disk_bytes)} holds no conversation: "
+            f"give {format_bytes(100 * page_size_bytes)} or more, or 0 to keep nothing on disk"
+        )

@@ -1,0 +1,217 @@
+"""Begins a sequence with what is known of its tokens: shares what is in memory, reads what is on disk, computes the rest.
+
+    pages   0 ... in memory ... | ... on disk .................. | partly known | missing ...
+                                  computed -->      <-- read
+
+Pages on disk are read from the last to the first by the mover, while this thread computes from the first on, as long as
+that is quicker than waiting; they meet where both together are done soonest. With a quick disk nothing is computed, with a
+slow one nothing but the last pages is read. A page that cannot be read is computed, and the reason reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from headrace.engine.results import MissReason
+from headrace.engine.sequence import Sequence as TokenSequence
+from headrace.kernels.page_formats import F16
+from headrace.kv.cache import Found, PageCache
+from headrace.kv.disk import DiskTier
+from headrace.kv.mover import ReadJob
+from headrace.kv.pages import pages_for
+from headrace.kv.tree import Node
+from headrace.model.step import PAGE_TOKENS
+
+_MOST_PAGES = 8
+"""Pages that are computed at once while others are read."""
+_SPARE_PAGES = 2
+"""Pages left free beside those of the prompt when memory is short, for the first tokens of the answer."""
+
+
+@dataclass
+class Recalled:
+    """What a sequence began with. `misses` holds (reason, first page, pages) of pages that were known and computed anyway."""
+
+    found: Found
+    memory_tokens: int = 0
+    disk_tokens: int = 0
+    load_s: float = 0.0
+    misses: list[tuple[MissReason, int, int]] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the sequence began with."""
+        return self.memory_tokens + self.disk_tokens + PAGE_TOKENS * sum(count for _, _, count in self.misses)
+
+
+def recall(sequence: TokenSequence, token_ids: Sequence[int], num_more: int, timer: Callable[[], float]) -> Recalled:
+    """Fills an empty sequence with the known past of tokens.
+
+    Args:
+        sequence: where it goes.
+        token_ids: what is wanted; no more than this is recalled.
+        num_more: tokens that will be computed next, for which memory must be left.
+        timer: seconds that only grow.
+    """
+    cache = sequence.cache
+    found = cache.find(token_ids)
+    recalled = Recalled(found)
+    sequence.found = found
+    handles: list[int | None] = []
+    for node in found.nodes[: found.num_near]:
+        cache.pool.share(node.page.handle)
+        handles.append(node.page.handle)
+    cold = found.nodes[found.num_near :]
+    start = timer() if cold or (found.partial is not None and found.partial.page.handle is None) else None
+    loading = _Loading(sequence, cache, found, recalled)
+    handles += loading.take(cold, pages_for(len(token_ids) + num_more) + _SPARE_PAGES)
+    partial = loading.take_partial()
+    num_whole = len(found.nodes) * PAGE_TOKENS
+    on_disk = {number: found.nodes[number] for number, handle in enumerate(handles) if handle is None}
+    sequence.adopt(token_ids[:num_whole], handles, on_disk)
+    recalled.memory_tokens = found.num_near * PAGE_TOKENS
+    recalled.disk_tokens = len(cold) * PAGE_TOKENS
+    loading.run(partial)
+    if start is not None:
+        recalled.load_s = timer() - start
+    cache.counters.lookups += 1
+    cache.counters.prompt_tokens += len(token_ids) + 1
+    cache.counters.memory_tokens += recalled.memory_tokens
+    cache.counters.disk_tokens += recalled.disk_tokens
+    return recalled
+
+
+class _Loading:
+    """Reads the pages of one past that are on disk."""
+
+    def __init__(self, sequence: TokenSequence, cache: PageCache, found: Found, recalled: Recalled) -> None:
+        self._sequence, self._cache, self._found, self._recalled = sequence, cache, found, recalled
+        self._numbers: list[int] = []  # pages to read, the first first
+
+    def take(self, cold: list[Node], num_needed: int) -> list[int | None]:
+        """Memory for pages on disk: None for those that have to stay there, the first of them."""
+        if not cold:
+            return []
+        cache, disk = self._cache, self._cache.disk
+        assert disk is not None
+        first = self._found.num_near
+        fresh = num_needed - len(self._found.nodes)
+        # pages of the past go before those of the answer, but the prompt's own must find room
+        spare = max(0, cache.num_room() - max(0, fresh))
+        stay = max(0, len(cold) - spare)
+        while stay < len(cold):  # reading pages anew for each step takes memory, too
+            staging = -(-self._sequence.staging_bytes(stay) // cache.pool.format_bytes[F16])
+            if len(cold) - stay + staging <= spare:
+                break
+            stay += 1
+        handles: list[int | None] = [None] * stay
+        handles += [cache.allocate(disk.format_of(node.page.place)) for node in cold[stay:]]
+        self._numbers = [first + at for at, handle in enumerate(handles) if handle is not None]
+        return handles
+
+    def take_partial(self) -> int | None:
+        """A page of its own for the part of a page that is known: copied if it is in memory."""
+        node, cache = self._found.partial, self._cache
+        handle = None if node is None else cache.allocate()
+        if node is not None and handle is not None and node.page.handle is not None:
+            cache.pool.view(handle)[:] = cache.pool.view(node.page.handle)
+        return handle
+
+    def run(self, partial: int | None) -> None:
+        """Reads, and computes meanwhile; then the sequence has all that was found, and the tree what was read."""
+        sequence, cache, disk = self._sequence, self._cache, self._cache.disk
+        node = self._found.partial
+        reads_partial = node is not None and partial is not None and node.page.handle is None
+        if disk is not None and (self._numbers or reads_partial):
+            numbers = self._numbers[::-1]
+            nodes = [self._found.nodes[number] for number in numbers]
+            pages = [sequence.pages[number] for number in numbers]
+            if reads_partial:
+                nodes, pages = [node, *nodes], [partial, *pages]  # type: ignore[list-item]
+            places = [each.page.place for each in nodes]
+            views = [cache.pool.view(page) for page in pages if page is not None]
+            job = disk.mover.read(places, views)
+            failed = self._meet(job, int(reads_partial), disk)
+            cache.prices.read(job.num_bytes, job.seconds)
+            cache.counters.read_bytes += job.num_bytes
+            self._book(failed, disk)
+            if reads_partial and (0 not in job.outcomes or job.outcomes[0] is not None):
+                cache.pool.release(partial)  # type: ignore[arg-type]
+                partial = None
+        self._add_partial(partial, from_disk=reads_partial)
+
+    def _meet(self, job: ReadJob, offset: int, disk: DiskTier) -> list[int]:
+        """Waits for the pages in their order, computing from the front; the numbers of those that could not be read."""
+        numbers, failed = self._numbers, []
+        at, computed = 0, 0
+        while at < len(numbers):
+            position = offset + len(numbers) - 1 - at  # of this page in the job
+            if position in job.outcomes:
+                failure = job.outcomes[position]
+                if failure is not None:
+                    self._compute(at, 1)
+                    failed.append(numbers[at])
+                    self._recalled.misses.append((failure, numbers[at], 1))
+                at += 1
+                continue
+            count = self._worth_computing(job, at)
+            if count and disk.mover.cut(job, count):
+                self._compute(at, count)
+                self._recalled.misses.append(("recompute is quicker", numbers[at], count))
+                at, computed = at + count, computed + count
+            else:
+                disk.mover.wait_read(job, len(job.outcomes))
+        if offset:
+            disk.mover.wait_read(job, 0)
+        self._recalled.disk_tokens -= PAGE_TOKENS * (len(failed) + computed)
+        return failed
+
+    def _worth_computing(self, job: ReadJob, at: int) -> int:
+        """Pages from the front on that are computed sooner than those behind them are read; 0 if waiting is quicker."""
+        numbers, prices = self._numbers, self._cache.prices
+        first = numbers[at]
+        read_s = prices.read_s(len(job.targets[0]))
+        if self._sequence.cold or read_s is None:
+            return 0
+        left = job.end - len(job.outcomes)
+        count = min(_MOST_PAGES, len(numbers) - at, left)
+        while count:
+            compute_s = prices.compute_s(count * PAGE_TOKENS, first * PAGE_TOKENS)
+            if compute_s is not None and compute_s <= (left - count) * read_s:
+                return count
+            if compute_s is not None and count == left == 1 and compute_s < read_s:
+                return 1
+            count //= 2
+        return 0
+
+    def _compute(self, at: int, count: int) -> None:
+        first = self._numbers[at]
+        tokens = self._sequence.token_ids[first * PAGE_TOKENS : (first + count) * PAGE_TOKENS]
+        self._sequence.compute_pages(first, count, tokens)
+
+    def _book(self, failed: list[int], disk: DiskTier) -> None:
+        """What is in memory now is so for the tree, too; pages that could not be read are put right on disk."""
+        sequence, nodes = self._sequence, self._found.nodes
+        for number in self._numbers:
+            page = sequence.pages[number]
+            assert page is not None
+            self._cache.promote(nodes[number], page)
+        for number in failed:
+            page = sequence.pages[number]
+            if nodes[number].page.place is not None and page is not None:
+                disk.repair(nodes[number], self._cache.pool.view(page), self._cache.now_s())
+
+    def _add_partial(self, partial: int | None, *, from_disk: bool) -> None:
+        if partial is None:
+            return
+        sequence, found = self._sequence, self._found
+        assert found.partial is not None
+        start = len(found.nodes) * PAGE_TOKENS
+        sequence.token_ids += found.tokens[start : start + found.partial_tokens]
+        sequence.pages.append(partial)
+        sequence.readdress()
+        if from_disk:
+            self._recalled.disk_tokens += found.partial_tokens
+        else:
+            self._recalled.memory_tokens += found.partial_tokens

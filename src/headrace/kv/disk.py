@@ -1,0 +1,385 @@
+"""The disk tier: which pages of the tree have a copy on disk, which are written, and which make room.
+
+Pages are written as runs (`store.py`) once their use has ended, parents before children, so what lies on disk are whole
+beginnings. A copy stays when its page is also in memory: then leaving memory is free, and a crash loses nothing.
+
+    path     [A][B][C][D]        [A][B][C] ─ run 1        [D] ─ queued, its owner share keeps it in memory
+                                                                 until the mover has written it
+
+A page is written if the chance of its reuse times the seconds that reading it saves over computing it is more than the
+seconds to write it, and if it is worth more than what it displaces. Moves run on the mover's thread; tree and books change
+on the caller's thread only, when `settle` picks up what has been done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.kv.counters import Counters
+from headrace.kv.mover import Mover, ReadJob, WriteJob
+from headrace.kv.pages import PagePool, format_of
+from headrace.kv.placement import Placement
+from headrace.kv.prices import PriceBook
+from headrace.kv.residency import Residency
+from headrace.kv.runs import Place, Run, RunDraft, chain
+from headrace.kv.store import DiskStore, Refusal
+from headrace.kv.tree import Node
+
+RUN_BYTES = 8 << 20
+"""Bytes of a run at most: what is written without a pause, and read by nobody meanwhile."""
+RETRY_S = 30.0
+"""How long nothing is written after the disk refused for a reason that lasts."""
+DISK = 1
+"""The tier of pages that are on disk only."""
+
+
+class Page:
+    """Where the data of one node lies: `handle` in memory, `place` on disk; `writing` while it is on its way there."""
+
+    __slots__ = ("chain", "handle", "place", "writing")
+
+    def __init__(self, handle: int | None = None, place: Place | None = None, chained: bytes = b"") -> None:
+        self.handle, self.place, self.chain = handle, place, chained
+        self.writing: WriteJob | None = None
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A page of a write job: its node and the tokens that it had."""
+
+    node: Node
+    tokens: tuple[int, ...]
+
+
+class DiskTier:
+    """What of the tree lies on disk. `pages_bytes` by format is what a page takes there."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        pool: PagePool,
+        store: DiskStore,
+        mover: Mover,
+        rule: Residency,
+        prices: PriceBook,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.store, self.mover = store, mover
+        self._placement, self._tree, self._pool = placement, placement.tree, pool
+        self._rule, self._prices, self._counters, self._clock = rule, prices, counters, clock
+        self._nodes: dict[int, list[Node | None]] = {}  # pages of each run; None: known by another run already
+        self._formats: dict[int, int] = {}  # of each run
+        self._silent_until = 0.0
+        self.refusal: Refusal | None = None
+
+    # what is there
+
+    def attach(self, now_s: float) -> int:
+        """Puts runs that are on disk, and not known yet, into the tree; the number of their pages."""
+        runs = self.store.scan()
+        if not runs:
+            return 0
+        nodes = {b"": self._tree.root, **{self.chain_of(node): node for node in self._whole_pages()}}
+        return sum(self._attach(run, nodes, now_s) for run in runs)
+
+    def _whole_pages(self) -> Iterable[Node]:
+        stack = list(self._tree.root.children.values())
+        while stack:
+            node = stack.pop()
+            if len(node.tokens) == self._tree.page_tokens:
+                yield node
+                stack.extend(node.children.values())
+
+    def chain_of(self, node: Node) -> bytes:
+        """The strong hash of a page and all before."""
+        unknown = []
+        while node.parent is not None and not node.page.chain:
+            unknown.append(node)
+            node = node.parent
+        chained: bytes = b"" if node.parent is None else node.page.chain
+        for each in reversed(unknown):
+            chained = each.page.chain = chain(chained, each.tokens)
+        return chained
+
+    def _attach(self, run: Run, nodes: dict[bytes, Node], now_s: float) -> int:
+        node = nodes.get(run.parent)
+        if node is None:
+            return 0  # its beginning went away since it was listed
+        keys = list(self._tree.split(run.tokens))[: run.num_pages]
+        listed: list[Node | None] = []
+        for index, key in enumerate(keys):
+            child = node.children.get(key)
+            if child is None:
+                break
+            known = child.page.place is not None or child.page.writing is not None
+            if not known:
+                child.page.place = Place(run.id, index)
+            listed.append(None if known else child)
+            node = child
+        start = len(listed)
+        added: list[Node] = []
+        if start < len(keys) and (node.parent is None or len(node.tokens) == self._tree.page_tokens):
+            pages = [Page(place=Place(run.id, index)) for index in range(start, len(keys))]
+            tokens = run.tokens[start * self._tree.page_tokens : len(keys) * self._tree.page_tokens]
+            last = self._placement.restore(node, tokens, pages, run.facts, run.time_s, now_s)
+            added = last.path()[-len(pages) :]
+            for each in added:
+                if len(each.tokens) == self._tree.page_tokens:
+                    nodes[self.chain_of(each)] = each
+        self._book(run, [*listed, *added])
+        return len(added)
+
+    def format_of(self, place: Place) -> int:
+        """The format code of a page on disk."""
+        return self._formats[place.run]
+
+    def _book(self, run: Run, nodes: list[Node | None]) -> None:
+        """Takes a run's pages into the books; those that are None are freed if they are its last."""
+        self._nodes[run.id], self._formats[run.id] = nodes, run.page_format
+        self._trim(run.id)
+
+    # writing
+
+    def queue(self, last: Node, now_s: float, *, needed: bool = False) -> list[WriteJob]:
+        """Queues what of a path is not on disk and is worth writing, or is `needed` there."""
+        if (now_s < self._silent_until and not needed) or last.parent is None:
+            return []
+        path = last.path()
+        first = next((i for i, node in enumerate(path) if node.page.place is None and node.page.writing is None), len(path))
+        jobs = []
+        for group in self._groups(path[first:]):
+            if not self._admits(group, now_s, needed=needed):
+                self._counters.refused_pages += len(group)
+                break  # nor its children: they could not be reached
+            jobs.append(self._write(group, now_s))
+        return jobs
+
+    def _groups(self, nodes: Sequence[Node]) -> Iterable[list[Node]]:
+        """Consecutive pages of one format, RUN_BYTES at most."""
+        group: list[Node] = []
+        for node in nodes:
+            if node.page.handle is None or node.page.place is not None or node.page.writing is not None:
+                break
+            page_format = format_of(node.page.handle)
+            fits = (len(group) + 1) * self._pool.format_bytes[page_format] <= RUN_BYTES
+            if group and (not fits or format_of(group[0].page.handle) != page_format):
+                yield group
+                group = []
+            group.append(node)
+        if group:
+            yield group
+
+    def _admits(self, group: list[Node], now_s: float, *, needed: bool) -> bool:
+        """Whether pages are worth their writing, and there is, or can be made, room for them."""
+        num_bytes = self._run_bytes(len(group), format_of(group[0].page.handle))
+        if needed:
+            return self._make_room(num_bytes, math.inf, now_s)
+        past = (group[0].depth_pages - 1) * self._tree.page_tokens
+        compute_s = self._prices.compute_s(sum(len(node.tokens) for node in group), past)
+        write_s, read_s = self._prices.write_s(num_bytes), self._prices.read_s(num_bytes)
+        # what was never measured is tried: that is how it gets measured
+        if compute_s is not None and write_s is not None:
+            saved_s = compute_s - (read_s if read_s is not None else write_s)
+            if self._rule.chance(group[0], now_s) * saved_s <= write_s:
+                return False
+        return self._make_room(num_bytes, float(self._rule.worths([group[0]], DISK, now_s)[0]), now_s)
+
+    def _run_bytes(self, num_pages: int, page_format: int) -> int:
+        return self.store.header_bytes(num_pages) + num_pages * self.store.page_bytes(page_format)
+
+    def _make_room(self, need_bytes: int, worth: float, now_s: float) -> bool:
+        """Forgets pages on disk that are worth less, until there is room; False if there is none."""
+        while self.store.room_bytes < need_bytes:
+            cheapest = self._placement.cheapest(DISK, now_s)
+            if cheapest is None or cheapest[1] >= worth:
+                return False
+            self.forget(cheapest[0], now_s)
+            self._counters.dropped_pages += 1
+        return True
+
+    def write_now(self, parent: Node, tokens: Sequence[int], handles: Sequence[int], now_s: float) -> list[Place]:
+        """Writes pages that the tree does not know yet, and waits for it; where those before the first that was refused are.
+
+        They are the caller's to put into the tree, and to book with `adopt`.
+        """
+        chained, places = self.chain_of(parent), []
+        keys = list(self._tree.split(tokens))
+        at = 0
+        while at < len(handles):
+            page_format, end = format_of(handles[at]), at + 1
+            most = max(1, RUN_BYTES // self._pool.format_bytes[page_format])
+            while end < min(len(handles), at + most) and format_of(handles[end]) == page_format:
+                end += 1
+            if not self._make_room(self._run_bytes(end - at, page_format), math.inf, now_s):
+                break
+            group = keys[at:end]
+            views = [self._pool.view(handle) for handle in handles[at:end]]
+            flat = tuple(token for key in group for token in key)
+            draft = RunDraft(chained, parent.depth_pages + at, flat, page_format, views, {}, now_s)
+            job = self.mover.write(draft, None)
+            self.mover.wait_write(job)
+            if not isinstance(job.outcome, Run):
+                self.refusal = job.outcome
+                break
+            self._nodes[job.outcome.id], self._formats[job.outcome.id] = [None] * len(group), draft.page_format
+            places += [Place(job.outcome.id, index) for index in range(len(group))]
+            for key in group:
+                chained = chain(chained, key)
+            at = end
+        return places
+
+    def adopt(self, last: Node, num_pages: int) -> None:
+        """Books the last pages of a path, which `write_now` wrote."""
+        for node in last.path()[-num_pages:]:
+            place = node.page.place
+            self._nodes[place.run][place.index] = node
+
+    def _write(self, group: list[Node], now_s: float) -> WriteJob:
+        parent = group[0].parent
+        assert parent is not None
+        handles = [node.page.handle for node in group]
+        draft = RunDraft(
+            parent=self.chain_of(parent),
+            start_page=parent.depth_pages,
+            tokens=tuple(token for node in group for token in node.tokens),
+            page_format=format_of(handles[0]),
+            pages=[self._pool.view(handle) for handle in handles],
+            facts=self._placement.use_facts(group[0].use),
+            time_s=now_s,
+        )
+        for handle in handles:
+            self._pool.share(handle)
+        job = self.mover.write(draft, ([_Written(node, node.tokens) for node in group], handles))
+        for node in group:
+            node.page.writing = job
+        return job
+
+    # what has been done
+
+    def settle(self) -> list[ReadJob]:
+        """Books the writes that are done; gives back the reads ahead that are."""
+        reads = []
+        for job in self.mover.finished():
+            if isinstance(job, WriteJob):
+                self._settle_write(job)
+            else:
+                reads.append(job)
+        return reads
+
+    def _settle_write(self, job: WriteJob) -> None:
+        if isinstance(job.outcome, Run):
+            self._counters.written_bytes += job.outcome.num_bytes
+            self._prices.written(job.outcome.num_bytes, job.seconds)
+        if job.tag is None:  # of `write_now`
+            return
+        written, handles = job.tag
+        for handle in handles:
+            self._pool.release(handle)
+        live = [each for each in written if each.node.parent is not None and each.node.page.writing is job]
+        for each in live:
+            each.node.page.writing = None
+        if isinstance(job.outcome, Refusal):
+            self.refusal = job.outcome
+            self._counters.refused_pages += len(written)
+            if job.outcome.reason != "no room":
+                self._silent_until = self._clock() + RETRY_S
+            return
+        run = job.outcome
+        assert run is not None
+        nodes: list[Node | None] = []
+        for each in written:
+            parent = each.node.parent
+            # without its parent on disk, or with more tokens than were written, a page is of no use there
+            if parent is None or each.node.tokens != each.tokens or (parent.parent is not None and parent.page.place is None):
+                break
+            each.node.page.place = Place(run.id, len(nodes))
+            nodes.append(each.node)
+        self._book(run, [*nodes, *[None] * (len(written) - len(nodes))])
+
+    # forgetting
+
+    def forget(self, node: Node, now_s: float) -> None:
+        """Takes a page that is on disk only, and all behind it, out of the tree, and frees what they take."""
+        for page in self._placement.forget(node, now_s):
+            self.free(page)
+
+    def free(self, page: Page) -> None:
+        """Frees what a page takes that is no longer in the tree."""
+        if page.handle is not None:
+            self._pool.release(page.handle)
+            page.handle = None
+        page.writing = None
+        self.unback(page)
+
+    def unback(self, page: Page) -> None:
+        """Frees a page's copy on disk."""
+        if page.place is None:
+            return
+        run, index = page.place
+        page.place = None
+        nodes = self._nodes.get(run)
+        if nodes is not None and index < len(nodes):
+            nodes[index] = None
+            self._trim(run)
+
+    def lost(self, node: Node, now_s: float) -> None:
+        """A page's copy is gone or damaged: frees it and all behind it in its run, and forgets what is nowhere else."""
+        place = node.page.place
+        doomed = [node] if place is None else self._nodes[place.run][place.index :]
+        for other in doomed:
+            if other is None or other.parent is None:
+                continue
+            if other.page.handle is not None or self._pinned(other):
+                self.unback(other.page)
+            else:
+                self.forget(other, now_s)
+
+    def repair(self, node: Node, view: npt.NDArray[np.uint8], now_s: float) -> None:
+        """A damaged page was computed again: writes it over the damage if it is the same to the bit, else frees the copy."""
+        place = node.page.place
+        if place is not None and not self.store.repair(place, view):
+            self.lost(node, now_s)
+
+    def _pinned(self, node: Node) -> bool:
+        stack = [node]
+        while stack:
+            each = stack.pop()
+            if each.pins:
+                return True
+            stack.extend(each.children.values())
+        return False
+
+    def _trim(self, run: int) -> None:
+        """Frees the end of a run that nobody needs any more."""
+        nodes = self._nodes[run]
+        places = []
+        while nodes and nodes[-1] is None:
+            nodes.pop()
+            places.append(Place(run, len(nodes)))
+        if places:
+            self.store.drop(places[::-1])
+        if not nodes:
+            del self._nodes[run], self._formats[run]
+
+    def check(self) -> None:
+        """Asserts that books and tree agree."""
+        for run, nodes in self._nodes.items():
+            assert nodes
+            assert nodes[-1] is not None
+            for index, node in enumerate(nodes):
+                assert node is None or node.page.place == Place(run, index)
+        stack = list(self._tree.root.children.values())
+        while stack:
+            node = stack.pop()
+            page: Page = node.page
+            if page.place is not None:
+                assert self._nodes[page.place.run][page.place.index] is node
+            assert page.place is not None or page.handle is not None
+            assert (page.handle is None) == (node.tier == DISK)
+            stack.extend(node.children.values())

@@ -1,0 +1,206 @@
+"""One thread that moves pages between memory and disk beside the computation.
+
+Reads that somebody waits for come first and run at full speed. Everything else (writes, reads ahead) takes a bounded share
+of the time, so that whoever decodes meanwhile keeps its cores:
+
+    [read 1][read 2] | [write a] ..... pause ..... [write b] ..... pause .....
+
+The thread touches pages' bytes and the store only. What has been done is picked up by the owner of tree and pool, on its
+own thread, as finished jobs. Knows no tree, no worth and no policy.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.kv.readers import Failure
+from headrace.kv.runs import Place, Run, RunDraft
+from headrace.kv.store import DiskStore, Refusal
+
+Bytes = npt.NDArray[np.uint8]
+
+PAUSE_RATIO = 6.0
+"""Time to rest for each second of unhurried work."""
+READ_GROUP_PAGES = 8
+"""Pages that are asked of the store at once."""
+
+
+@dataclass
+class WriteJob:
+    """A run to write; `tag` is the caller's. `outcome` is set when it is done, `seconds` is what it took."""
+
+    draft: RunDraft
+    tag: Any
+    outcome: Run | Refusal | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class ReadJob:
+    """Pages to read, in order. `outcomes` holds one entry per page that has been tried: what failed, or None."""
+
+    places: Sequence[Place]
+    targets: Sequence[Bytes]
+    tag: Any = None
+    urgent: bool = True
+    outcomes: dict[int, Failure | None] = field(default_factory=dict)
+    started: int = 0
+    end: int = 0  # pages from here on are not read any more
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to read."""
+        return len(self.outcomes) >= self.end
+
+
+class Mover:
+    """Jobs of one store. `clock` gives seconds."""
+
+    def __init__(self, store: DiskStore, clock: Callable[[], float]) -> None:
+        self._store, self._clock = store, clock
+        self._changed = threading.Condition()
+        self._urgent: deque[ReadJob] = deque()
+        self._writes: deque[WriteJob] = deque()
+        self._ahead: deque[ReadJob] = deque()
+        self._finished: deque[WriteJob | ReadJob] = deque()
+        self._hurried = 0
+        self._stopped = False
+        self._busy = False
+        self._thread: threading.Thread | None = None
+
+    def write(self, draft: RunDraft, tag: Any) -> WriteJob:
+        """Queues a run to be written; its pages must not change or be freed until the job has finished."""
+        job = WriteJob(draft, tag)
+        self._add(self._writes, job)
+        return job
+
+    def read(self, places: Sequence[Place], targets: Sequence[Bytes], tag: Any = None, *, urgent: bool = True) -> ReadJob:
+        """Queues pages to be read. Jobs that are not urgent are handed out by `finished`; urgent ones are waited for."""
+        job = ReadJob(places, targets, tag, urgent, end=len(places))
+        if places:
+            self._add(self._urgent if urgent else self._ahead, job)
+        return job
+
+    def finished(self) -> list[WriteJob | ReadJob]:
+        """Jobs that are done since the last call; urgent reads are not among them."""
+        with self._changed:
+            jobs = list(self._finished)
+            self._finished.clear()
+        return jobs
+
+    def cut(self, job: ReadJob, num_pages: int) -> bool:
+        """Takes the last pages off a job; False if one of them is being read already."""
+        with self._changed:
+            if job.end - num_pages < job.started:
+                return False
+            job.end -= num_pages
+            self._changed.notify_all()
+            return True
+
+    def wait_read(self, job: ReadJob, more_than: int) -> None:
+        """Waits until more than so many pages of a job have been tried, or it is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: job.done or len(job.outcomes) > more_than)
+
+    def wait_write(self, job: WriteJob) -> None:
+        """Waits until a run is written or refused, at full speed."""
+        with self._changed:
+            self._hurry(lambda: job.outcome is not None)
+
+    def flush(self) -> None:
+        """Waits until every job is done, at full speed."""
+        with self._changed:
+            self._hurry(lambda: not (self._urgent or self._writes or self._ahead or self._busy))
+
+    @property
+    def pending_writes(self) -> int:
+        """Runs that are not written yet."""
+        return len(self._writes)
+
+    def stop(self) -> None:
+        """Ends the thread after the job that is running; what has not begun is dropped."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _hurry(self, until: Callable[[], bool]) -> None:
+        self._hurried += 1
+        self._changed.notify_all()
+        try:
+            self._changed.wait_for(until)
+        finally:
+            self._hurried -= 1
+
+    def _add(self, queue: deque[Any], job: WriteJob | ReadJob) -> None:
+        with self._changed:
+            assert not self._stopped, "the mover has stopped"
+            queue.append(job)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="headrace-mover", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._stopped or self._urgent or self._writes or self._ahead)
+                if self._stopped:
+                    return
+                self._busy = True
+                job: WriteJob | ReadJob = (self._urgent or self._writes or self._ahead)[0]
+            start = self._clock()
+            if isinstance(job, ReadJob):
+                self._read(job)
+            else:
+                self._write(job)
+            self._rest(self._clock() - start)
+
+    def _write(self, job: WriteJob) -> None:
+        start = self._clock()
+        try:
+            outcome: Run | Refusal = self._store.write(job.draft)
+        except OSError as error:
+            outcome = Refusal("unusable", str(error))
+        job.seconds = self._clock() - start
+        with self._changed:
+            job.outcome = outcome
+            self._writes.popleft()
+            self._finished.append(job)
+            self._changed.notify_all()
+
+    def _read(self, job: ReadJob) -> None:
+        """Reads one group of a job's pages."""
+        with self._changed:
+            first, end = job.started, min(job.started + READ_GROUP_PAGES, job.end)
+            job.started = end
+        start = self._clock()
+        found = self._store.read_many(job.places[first:end], job.targets[first:end])
+        seconds = self._clock() - start
+        with self._changed:
+            job.seconds += seconds
+            job.num_bytes += sum(len(target) for target in job.targets[first:end])
+            job.outcomes.update(zip(range(first, end), found, strict=True))
+            if job.done:
+                queue = self._urgent if job.urgent else self._ahead
+                queue.remove(job)
+                if not job.urgent:
+                    self._finished.append(job)
+            self._changed.notify_all()
+
+    def _rest(self, worked_s: float) -> None:
+        """Leaves the cores to others for a while, unless somebody waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._hurried or self._urgent, PAUSE_RATIO * worked_s)

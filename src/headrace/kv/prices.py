@@ -1,0 +1,89 @@
+"""What it costs to compute, fetch and write a page here, learnt from what was done so far.
+
+Computing n tokens on top of `past` takes about n x (a + b x middle of their positions): a from the weights, b from
+attention. Both are fitted by least squares over the chunks that were computed, older ones counting less. Reading and
+writing are seconds per byte, as moving averages. What was never measured is None: nobody guesses.
+
+Pure: seconds are measured by the caller.
+"""
+
+from __future__ import annotations
+
+from headrace.kv.residency import Prices
+from headrace.model.step import PAGE_TOKENS
+
+FORGETTING = 0.98
+"""Weight of all measurements so far when a new one comes: half is forgotten after 34 chunks."""
+MOVING_SHARE = 0.2
+"""Weight of the newest read or write."""
+FEWEST_TOKENS = 8
+"""Chunks of fewer tokens are bound by the weights and say nothing of a prefill."""
+
+
+class PriceBook:
+    """Measured prices. Tokens are new tokens of one sequence; seconds are of the whole step."""
+
+    def __init__(self) -> None:
+        # sums of w, w x, w x^2, w y, w x y over chunks: x the middle position, y seconds per token, w tokens
+        self._sums = [0.0] * 5
+        self.read_s_per_byte: float | None = None
+        self.write_s_per_byte: float | None = None
+
+    def computed(self, num_tokens: int, past_tokens: int, seconds: float) -> None:
+        """A chunk of a prompt was computed."""
+        if num_tokens < FEWEST_TOKENS or seconds <= 0:
+            return
+        x, y = past_tokens + num_tokens / 2, seconds / num_tokens
+        news = (1.0, x, x * x, y, x * y)
+        self._sums = [FORGETTING * old + num_tokens * new for old, new in zip(self._sums, news, strict=True)]
+
+    def read(self, num_bytes: int, seconds: float) -> None:
+        """Bytes were read from disk and checked."""
+        self.read_s_per_byte = _moved(self.read_s_per_byte, num_bytes, seconds)
+
+    def written(self, num_bytes: int, seconds: float) -> None:
+        """Bytes were written to disk."""
+        self.write_s_per_byte = _moved(self.write_s_per_byte, num_bytes, seconds)
+
+    def compute_s(self, num_tokens: int, past_tokens: int) -> float | None:
+        """Seconds to compute tokens on top of a past; None before anything was computed."""
+        line = self._line()
+        return None if line is None else num_tokens * (line[0] + line[1] * (past_tokens + num_tokens / 2))
+
+    def read_s(self, num_bytes: int) -> float | None:
+        """Seconds to read bytes from disk; None before anything was read."""
+        return None if self.read_s_per_byte is None else num_bytes * self.read_s_per_byte
+
+    def write_s(self, num_bytes: int) -> float | None:
+        """Seconds to write bytes to disk; None before anything was written."""
+        return None if self.write_s_per_byte is None else num_bytes * self.write_s_per_byte
+
+    def of_pages(self, page_bytes: int) -> Prices:
+        """Prices of a page in memory and on disk, for the rule of residency.
+
+        The rule needs some figures from the start, and only their ratios matter to it: before a prefill was measured, a page
+        costs one second to compute; before a read was, a tenth of that to fetch. No moves are decided by these two alone.
+        """
+        line = self._line()
+        compute_s, slope_s = (1.0, 0.0) if line is None else (PAGE_TOKENS * line[0], PAGE_TOKENS**2 * line[1])
+        fetch_s = self.read_s(page_bytes)
+        return Prices((0.0, 0.1 * compute_s if fetch_s is None else fetch_s), compute_s, slope_s, (page_bytes, page_bytes))
+
+    def _line(self) -> tuple[float, float] | None:
+        """Seconds per token at position 0, and what each position adds; neither is negative."""
+        w, wx, wxx, wy, wxy = self._sums
+        if w <= 0:
+            return None
+        spread = wxx - wx * wx / w
+        slope = max(0.0, (wxy - wx * wy / w) / spread) if spread > 1e-6 * wxx else 0.0
+        base = (wy - slope * wx) / w
+        if base <= 0:  # a line through the origin, rather than a negative price
+            return 0.0, wxy / wxx
+        return base, slope
+
+
+def _moved(old: float | None, num_bytes: int, seconds: float) -> float | None:
+    if num_bytes <= 0 or seconds < 0:
+        return old
+    new = seconds / num_bytes
+    return new if old is None else old + MOVING_SHARE * (new - old)

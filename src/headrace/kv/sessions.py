@@ -1,0 +1,198 @@
+"""Sessions on disk: the name, the tokens and the messages of each, in a file of its own.
+
+A session does not depend on kernels or on formats of pages, so it outlives them; its pages are found by its tokens. A file
+is replaced as a whole, so a session is as it was before a turn or as it is after it. What cannot be read counts as absent.
+
+    <kv folder>/sessions/<digest of the model, 32 hex>/<beginning of the name>-<digest of the name>.json
+
+Knows nothing of pages, and no conversation beyond its parts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import OptionError
+from headrace.kv import folder as files
+
+MAX_NAME_CHARACTERS = 200
+FORMAT_VERSION = 1
+_JSON = ".json"
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """A session: `token_ids` are its exact history, `messages` (role, content) what people see of it.
+
+    `expires_s` is when it may be forgotten, None for never; it and `updated_s` are in seconds since 1970.
+    """
+
+    name: str
+    model_digest: str
+    token_ids: tuple[int, ...]
+    messages: tuple[tuple[str, str], ...]
+    pinned: bool
+    priority: float
+    expires_s: float | None
+    updated_s: float
+
+
+class SessionFiles:
+    """The sessions of one model. `limit_bytes` bounds the whole kv folder, as the store's does."""
+
+    def __init__(self, folder: Path, model_digest: str, *, limit_bytes: int | None = None) -> None:
+        assert model_digest.isalnum(), "a digest is hex digits"
+        self.model_digest = model_digest
+        self._kv_folder, self._limit_bytes = folder, limit_bytes
+        self._folder = sessions_folder(folder, model_digest)
+
+    def load(self, name: str) -> SessionRecord | None:
+        """The session of this name; None if there is none, or its file is damaged.
+
+        Raises:
+            OptionError: no session can have this name.
+        """
+        record = read_session(self._path(name))
+        return record if record is not None and (record.name, record.model_digest) == (name, self.model_digest) else None
+
+    def save(self, record: SessionRecord) -> bool:
+        """Keeps a session as it is now; False, and as it was before, if the disk is full or cannot be written.
+
+        Raises:
+            OptionError: no session can have this name.
+        """
+        path = self._path(record.name)
+        assert record.model_digest == self.model_digest, "a session belongs to one model"
+        content = encode_session(record)
+        if self._limit_bytes is not None:
+            needed = files.folder_bytes(self._kv_folder) + files.file_bytes(len(content)) + files.SMALL_FILES_BYTES
+            if needed > self._limit_bytes:
+                return False
+        try:
+            files.make_private(self._folder.parent)
+            files.make_private(self._folder)
+            files.replace_file(path, content)
+        except OSError:
+            return False
+        return True
+
+    def delete(self, name: str) -> bool:
+        """Forgets a session; False if there was none.
+
+        Raises:
+            OptionError: no session can have this name.
+        """
+        return files.remove_file(self._path(name))
+
+    def all(self) -> list[SessionRecord]:
+        """All sessions of the model, the last updated first."""
+        found = [record for record in _records(self._folder) if record.model_digest == self.model_digest]
+        return sorted(found, key=lambda record: (-record.updated_s, record.name))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{_file_name(name)}{_JSON}"
+
+
+def sessions_folder(folder: Path, model_digest: str) -> Path:
+    """Where the sessions of a model lie in a kv folder."""
+    return folder / files.SESSIONS_FOLDER / model_digest[:32]
+
+
+def all_sessions(folder: Path) -> list[SessionRecord]:
+    """The sessions of all models in a kv folder, the last updated first."""
+    found = [record for each in session_folders(folder) for record in _records(each)]
+    return sorted(found, key=lambda record: (-record.updated_s, record.name))
+
+
+def session_folders(folder: Path) -> list[Path]:
+    """The folders of sessions in a kv folder, one for each model."""
+    try:
+        return sorted(each for each in (folder / files.SESSIONS_FOLDER).iterdir() if each.is_dir() and not each.is_symlink())
+    except OSError:
+        return []
+
+
+def session_paths(folder: Path) -> list[Path]:
+    """The files in a folder of sessions."""
+    try:
+        return [folder / name for name in sorted(files.list_names(folder, _JSON))]
+    except OSError:
+        return []
+
+
+def encode_session(record: SessionRecord) -> bytes:
+    """What a session's file says."""
+    return files.encode_json(
+        {
+            "version": FORMAT_VERSION,
+            "name": record.name,
+            "model_digest": record.model_digest,
+            "updated_s": record.updated_s,
+            "expires_s": record.expires_s,
+            "pinned": record.pinned,
+            "priority": record.priority,
+            "messages": record.messages,
+            "token_ids": record.token_ids,
+        }
+    )
+
+
+def read_session(path: Path) -> SessionRecord | None:
+    """The session in a file; None if there is none that makes sense."""
+    says = files.read_json(path)
+    try:
+        return _decode(says) if isinstance(says, dict) and says["version"] == FORMAT_VERSION else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _records(folder: Path) -> list[SessionRecord]:
+    return [record for path in session_paths(folder) if (record := read_session(path)) is not None]
+
+
+def _decode(says: dict[str, Any]) -> SessionRecord:
+    """Makes a record, if every field is what it should be.
+
+    Raises:
+        KeyError, TypeError, ValueError: one is not.
+    """
+    token_ids, messages = says["token_ids"], tuple((role, content) for role, content in says["messages"])
+    expires_s, name, digest = says["expires_s"], says["name"], says["model_digest"]
+    if not all(type(token) is int and 0 <= token < 1 << 32 for token in token_ids):
+        raise ValueError("token ids")
+    if not all(isinstance(text, str) for text in (name, digest, *(part for message in messages for part in message))):
+        raise TypeError("texts")
+    return SessionRecord(
+        name=name,
+        model_digest=digest,
+        token_ids=tuple(token_ids),
+        messages=messages,
+        pinned=says["pinned"] is True,
+        priority=_finite(says["priority"]),
+        expires_s=None if expires_s is None else _finite(expires_s),
+        updated_s=_finite(says["updated_s"]),
+    )
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("a number")
+    return float(value)
+
+
+def _file_name(name: str) -> str:
+    """Any name as a file's: the digest keeps names apart that differ in case, in what is not quoted, or far behind.
+
+    Raises:
+        OptionError: the name is empty or too long.
+    """
+    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+        raise OptionError(f"{name[:40]!r} has {len(name)} characters: a session's name has 1 to {MAX_NAME_CHARACTERS}")
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    beginning = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-")
+    return f"{beginning}-{digest}" if beginning else digest

@@ -1,0 +1,615 @@
+"""The disk tier: what is written is found again, bounds hold, and everything that can happen to a file is only a recompute."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace.errors import StorageError
+from headrace.kv import folder as files
+from headrace.kv import runs
+from headrace.kv.readers import OPEN_FILES_MAX
+from headrace.kv.runs import chains, encode_header, parse_header
+from headrace.kv.store import CHAIN_BYTES, DiskStore, PageShape, Place, Refusal, Run, StoreKey, chain
+from headrace.model.step import PAGE_TOKENS
+from tiny.runs import KEY, NOW, SHAPE, STRIDE, disk_bytes, draft, open_store, pages_of, read, read_all, set_byte, write
+
+OTHER_KEY = StoreKey("Other 2B", "cd" * 32, "kernels 1a2b width 64")
+NEWER_KEY = StoreKey("Tiny 1B", "ab" * 32, "kernels 3c4d width 64")
+
+
+def _only(found: list[Run]) -> Run:
+    assert len(found) == 1
+    return found[0]
+
+
+# what is written is found again
+
+
+def test_chain_names_tokens_and_all_before() -> None:
+    assert len(chain(b"", [1, 2])) == CHAIN_BYTES
+    assert chain(b"", [1, 2]) == chain(b"", (1, 2))
+    assert len({chain(b"", [1, 2]), chain(b"", [2, 1]), chain(b"", [1]), chain(chain(b"", [1]), [2])}) == 4
+    tokens = list(range(PAGE_TOKENS + 5))
+    first = chain(b"", tokens[:PAGE_TOKENS])
+    assert chains(b"", tokens) == [first, chain(first, tokens[PAGE_TOKENS:])]
+
+
+@pytest.mark.parametrize("page_format", [0, 1, 2])
+def test_run_round_trip_in_the_same_process_and_after_a_restart(tmp_path: Path, page_format: int) -> None:
+    new = draft(1, 3, page_format=page_format, last_tokens=7)
+    with_store = open_store(tmp_path)
+    run = write(with_store, new)
+    assert read_all(with_store, run) == pages_of(new)
+    assert with_store.scan() == []  # its own are known
+    with_store.close()
+
+    store = open_store(tmp_path)
+    found = _only(store.scan())
+    assert store.scan() == []
+    for field in ("parent", "start_page", "tokens", "page_format", "facts", "time_s"):
+        assert getattr(found, field) == getattr(new, field), field
+    assert (found.num_pages, found.num_tokens) == (3, 2 * PAGE_TOKENS + 7)
+    assert found.num_bytes == run.num_bytes == found.path.stat().st_size
+    assert found.chains() == chains(b"", new.tokens)
+    assert read_all(store, found) == pages_of(new)
+    assert store.problems == []
+
+
+def test_layers_are_read_one_by_one(tmp_path: Path) -> None:
+    store, new = open_store(tmp_path), draft(1, 2)
+    run = write(store, new)
+    target = np.zeros(128, np.uint8)
+    store.prefetch_layer([Place(run.id, 0), Place(run.id, 1), Place(run.id + 1, 0)], 2)
+    for index in range(2):
+        for layer in range(3):
+            assert store.read_layer(Place(run.id, index), layer, target) is None
+            assert target.tobytes() == pages_of(new)[index][layer * 128 : (layer + 1) * 128]
+    assert store.read_bytes == 6 * 128
+
+
+def test_many_pages_are_read_at_once(tmp_path: Path) -> None:
+    store, new = open_store(tmp_path), draft(1, 4)
+    run = write(store, new)
+    set_byte(run.path, run.payload_offset + STRIDE)
+    targets = list(np.zeros((5, 384), np.uint8))
+    places = [Place(run.id, index) for index in (0, 1, 2, 3, 4)]
+    assert store.read_many(places, targets) == [None, "damaged", None, None, "gone"]
+    assert [targets[index].tobytes() for index in (0, 2, 3)] == [pages_of(new)[index] for index in (0, 2, 3)]
+
+
+def test_header_says_what_the_format_says(tmp_path: Path) -> None:
+    new = draft(1, 2)
+    data = encode_header(KEY.digest, SHAPE, new)
+    assert data[:8] == b"HEADRUN\x01"
+    assert len(data) % 4096 == 0
+    header = parse_header(data)
+    assert (header.key, header.num_layers, header.layer_bytes, header.stride) == (KEY.digest, 3, 128, 4096)
+    assert header.payload_offset == len(data)
+    run = write(open_store(tmp_path), new)
+    content = run.path.read_bytes()
+    assert content[: len(data)] == data
+    assert content[len(data) : len(data) + 384] == pages_of(new)[0]
+    assert content[len(data) + 384 : len(data) + 4096] == bytes(4096 - 384)
+    assert len(content) == len(data) + 2 * 4096
+
+
+def test_parents_come_before_children_and_orphans_do_not(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first = write(store, draft(1, 2))
+    second = write(store, draft(2, 3, behind=first, time_s=NOW - 500))
+    write(store, draft(3, 1, behind=second, time_s=NOW - 900))
+    inner = write(store, draft(4, 1, parent=second.chain(0), start_page=3))
+    write(store, draft(5, 1, parent=b"x" * 16, start_page=1))
+    store.close()
+
+    other = open_store(tmp_path)
+    found = other.scan()
+    assert [run.facts["turn"] for run in found] in ([1, 2, 4, 3], [1, 2, 3, 4])
+    assert other.problems == [f"{_name_of(tmp_path, 5)}: the pages before it are gone"]
+    assert inner.path.exists()
+
+
+def _name_of(folder: Path, turn: int) -> str:
+    for path in folder.rglob("*.run"):
+        if parse_header(path.read_bytes()).facts["turn"] == turn:
+            return path.name
+    raise AssertionError(turn)
+
+
+def test_orphans_are_removed_when_they_are_old(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first = write(store, draft(1, 2, time_s=NOW - 100))
+    child = write(store, draft(2, 1, behind=first, time_s=NOW - 100))
+    grandchild = write(store, draft(3, 1, behind=child, time_s=NOW - 10))
+    first.path.unlink()
+    store.close()
+    assert open_store(tmp_path).scan() == []
+    assert not child.path.exists()
+    assert grandchild.path.exists()  # too young: its parent may be on its way
+
+
+def test_run_that_lost_its_end_is_parent_of_what_is_left(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    first = write(store, draft(1, 3))
+    write(store, draft(2, 1, parent=first.chain(0), start_page=1))
+    write(store, draft(3, 1, parent=first.chain(1), start_page=2))
+    store.drop([Place(first.id, 1), Place(first.id, 2)])
+    store.close()
+    assert [run.facts["turn"] for run in open_store(tmp_path).scan()] == [1, 2]
+
+
+# dropping and touching
+
+
+def test_dropped_pages_free_their_bytes_at_once(tmp_path: Path) -> None:
+    store, new = open_store(tmp_path), draft(1, 4, last_tokens=3)
+    run = write(store, new)
+    used = store.used_bytes
+    store.drop([Place(run.id, 3), Place(run.id, 2)])
+    assert store.used_bytes == used - 2 * STRIDE == disk_bytes(tmp_path)
+    assert (run.num_pages, run.tokens, run.num_bytes) == (2, new.tokens[:64], run.path.stat().st_size)
+    assert read(store, Place(run.id, 2)) == "gone"
+    assert read_all(store, run) == pages_of(new)[:2]
+    other = open_store(tmp_path)
+    again = _only(other.scan())
+    assert (again.num_pages, again.tokens, again.time_s) == (2, new.tokens[:64], NOW)
+    store.drop([Place(run.id, 0), Place(run.id, 1)])
+    assert not run.path.exists()
+    assert store.used_bytes == disk_bytes(tmp_path)
+    assert read(store, Place(run.id, 0)) == "gone"
+    store.drop([Place(run.id, 0)])  # nothing is left to drop
+    assert read(other, Place(again.id, 0)) == "gone"
+
+
+def test_pages_from_the_middle_cannot_be_dropped(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    run = write(store, draft(1, 3))
+    with pytest.raises(AssertionError, match="end"):
+        store.drop([Place(run.id, 1)])
+    assert read_all(store, run) == pages_of(draft(1, 3))
+
+
+def test_drop_leaves_files_alone_that_are_not_its_own(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    gone, foreign = write(store, draft(1)), write(store, draft(2))
+    gone.path.unlink()
+    foreign.path.write_bytes(b"a letter" * 4000)
+    store.drop([Place(gone.id, 0), Place(gone.id, 1)])
+    store.drop([Place(foreign.id, 1)])
+    store.drop([Place(foreign.id, 0)])
+    assert foreign.path.read_bytes() == b"a letter" * 4000
+
+
+def test_touch_is_the_time_that_a_scan_finds(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    run = write(store, draft(1))
+    store.touch(run.id, NOW + 77.5)
+    assert run.time_s == NOW + 77.5
+    assert _only(open_store(tmp_path).scan()).time_s == NOW + 77.5
+    run.path.unlink()
+    store.touch(run.id, NOW)
+    store.touch(999, NOW)
+
+
+# several stores on one folder
+
+
+def test_scan_finds_what_other_processes_added_since(tmp_path: Path) -> None:
+    one, other = open_store(tmp_path), open_store(tmp_path)
+    assert other.scan() == []
+    first = write(one, draft(1))
+    found = _only(other.scan())
+    assert read_all(other, found) == pages_of(draft(1))
+    child = write(other, draft(2, behind=found))
+    assert [run.facts["turn"] for run in one.scan()] == [2]
+    assert one.scan() == other.scan() == []
+    one.drop([Place(first.id, 1)])
+    assert read(other, Place(found.id, 1)) == "gone"
+    assert read_all(other, child) == pages_of(draft(2))
+
+
+def test_scan_lists_a_folder_again_only_if_it_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path, clock=time.time)
+    write(store, draft(1))
+    os.utime(store.key_folder, (NOW, NOW))
+    store.scan()
+
+    def fail(*args: object) -> set[str]:
+        raise AssertionError("listed again")
+
+    monkeypatch.setattr(files, "list_names", fail)
+    assert store.scan() == []
+    os.utime(store.key_folder, (NOW + 1, NOW + 1))
+    with pytest.raises(AssertionError, match="listed again"):
+        store.scan()
+
+
+def test_scan_lets_go_of_runs_that_others_removed(tmp_path: Path) -> None:
+    one, other = open_store(tmp_path), open_store(tmp_path)
+    first = write(one, draft(1))
+    found = _only(other.scan())
+    assert read_all(other, found) == pages_of(draft(1))
+    one.drop([Place(first.id, 0), Place(first.id, 1)])
+    other.scan()
+    assert read(other, Place(found.id, 0)) == "gone"
+    assert other.used_bytes == disk_bytes(tmp_path)
+
+
+def test_scan_while_a_run_is_written_never_gives_it_twice(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    twice: list[Run] = []
+    done = threading.Event()
+
+    def scan() -> None:
+        while not done.is_set():
+            twice.extend(store.scan())
+
+    scanner = threading.Thread(target=scan)
+    scanner.start()
+    for seed in range(60):
+        write(store, draft(seed, 1))
+    done.set()
+    scanner.join()
+    assert twice == store.scan() == []
+
+
+def test_threads_read_while_pages_are_written_and_dropped(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    kept = [write(store, draft(seed)) for seed in range(OPEN_FILES_MAX + 20)]
+    wrong: list[object] = []
+
+    def reading(offset: int) -> None:
+        for turn in range(400):
+            run = kept[(turn * 7 + offset) % len(kept)]
+            found = read(store, Place(run.id, turn % 2))
+            if found != pages_of(draft(run.facts["turn"]))[turn % 2]:
+                wrong.append(found)
+
+    readers = [threading.Thread(target=reading, args=(offset,)) for offset in (0, 3)]
+    for reader in readers:
+        reader.start()
+    for seed in range(1000, 1040):
+        run = write(store, draft(seed))
+        store.drop([Place(run.id, 0), Place(run.id, 1)])
+    for reader in readers:
+        reader.join()
+    assert wrong == []
+    assert store._readers.num_open <= OPEN_FILES_MAX
+
+
+def _num_descriptors() -> int:
+    """Files this process has open, where the system says so."""
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def test_open_files_are_bounded(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    new = [write(store, draft(seed, 1)) for seed in range(OPEN_FILES_MAX + 10)]
+    before = _num_descriptors()
+    for _ in range(2):
+        for run in new:
+            assert read_all(store, run) == pages_of(draft(run.facts["turn"], 1))
+    assert store._readers.num_open == OPEN_FILES_MAX
+    store.close()
+    assert store._readers.num_open == 0
+    assert _num_descriptors() <= before
+
+
+# bounds
+
+
+def _limit_for(num_runs: int) -> int:
+    """A bound that leaves room for so many runs of two pages and no more."""
+    limit = num_runs * 3 * STRIDE + files.SMALL_FILES_BYTES + STRIDE
+    return limit + limit // 63
+
+
+def test_bound_on_bytes_is_hard(tmp_path: Path) -> None:
+    store = open_store(tmp_path, limit_bytes=_limit_for(5))
+    written = [store.write(draft(seed)) for seed in range(9)]
+    refused = [each for each in written if isinstance(each, Refusal)]
+    assert 3 <= len(written) - len(refused) <= 5
+    assert {each.reason for each in refused} == {"no room"}
+    assert 0 < refused[0].missing_bytes <= 3 * STRIDE
+    assert disk_bytes(tmp_path) == store.used_bytes <= store._budget.limit_bytes
+    assert store.room_bytes < 3 * STRIDE
+    first = written[0]
+    assert isinstance(first, Run)
+    store.drop([Place(first.id, 0), Place(first.id, 1)])
+    assert store.room_bytes >= 3 * STRIDE
+    write(store, draft(20))
+
+
+def test_bound_counts_sessions_other_keys_and_partial_files(tmp_path: Path) -> None:
+    limit = _limit_for(8)
+    other = open_store(tmp_path, OTHER_KEY, limit_bytes=limit)
+    write(other, draft(1))
+    (tmp_path / "sessions" / "ab").mkdir(parents=True)
+    (tmp_path / "sessions" / "ab" / "one.json").write_bytes(bytes(2 * 3 * STRIDE))
+    store = open_store(tmp_path, limit_bytes=limit)
+    assert store.used_bytes == disk_bytes(tmp_path) >= 3 * 3 * STRIDE
+    while isinstance(store.write(draft(int(store.used_bytes))), Run):
+        assert store.used_bytes == disk_bytes(tmp_path) <= limit
+    assert disk_bytes(tmp_path) > limit - 5 * STRIDE - files.SMALL_FILES_BYTES - limit // 64
+
+
+def test_oversized_run_displaces_nothing(tmp_path: Path) -> None:
+    limit = _limit_for(8)
+    other = open_store(tmp_path, OTHER_KEY, limit_bytes=limit)
+    old = write(other, draft(1))
+    other.close()
+    store = open_store(tmp_path, limit_bytes=limit)
+    mine = write(store, draft(2))
+    refusal = store.write(draft(3, 60))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "no room"
+    assert old.path.exists()
+    assert mine.path.exists()
+    assert disk_bytes(tmp_path) <= limit
+
+
+def test_pages_of_keys_that_nobody_uses_give_way_oldest_first(tmp_path: Path) -> None:
+    limit = _limit_for(7)
+    old, used = open_store(tmp_path, OTHER_KEY, limit_bytes=limit), open_store(tmp_path, NEWER_KEY, limit_bytes=limit)
+    oldest, newest = write(old, draft(1, time_s=NOW - 50)), write(old, draft(2, time_s=NOW - 5))
+    theirs = write(used, draft(3, time_s=NOW - 900))
+    old.close()
+    store = open_store(tmp_path, limit_bytes=limit)
+    room = store.room_bytes
+    assert room > 2 * 3 * STRIDE
+    assert isinstance(store.write(draft(4, 1 + (room - 3 * STRIDE) // STRIDE - 1)), Run)
+    assert not oldest.path.exists()
+    assert newest.path.exists()
+    assert isinstance(store.write(draft(5)), Run)
+    assert not newest.path.exists()
+    assert theirs.path.exists()  # its process is running
+    refusal = store.write(draft(6))
+    assert isinstance(refusal, Refusal)
+    assert (refusal.reason, disk_bytes(tmp_path) <= limit) == ("no room", True)
+    assert read_all(used, theirs) == pages_of(draft(3))
+
+
+def test_daily_bound_holds_over_stores_and_restarts(tmp_path: Path) -> None:
+    now = NOW
+    clock = lambda: now  # noqa: E731 - reads the variable
+    one = open_store(tmp_path, daily_bytes=7 * STRIDE, clock=clock)
+    write(one, draft(1))
+    other = open_store(tmp_path, OTHER_KEY, daily_bytes=7 * STRIDE, clock=clock)
+    write(other, draft(2))
+    one.close()
+    again = open_store(tmp_path, daily_bytes=7 * STRIDE, clock=clock)
+    refusal = again.write(draft(3))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "daily bound"
+    assert again.written_today_bytes == 6 * STRIDE
+    assert json.loads((tmp_path / "writes.json").read_text()) == {"day": files.day_of(NOW), "bytes": 6 * STRIDE}
+    now = NOW + 86_400
+    assert again.written_today_bytes == 0
+    write(again, draft(3))
+    assert (again.written_today_bytes, again.written_bytes) == (3 * STRIDE, 3 * STRIDE)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"day": 3, "bytes": "x"}', b'{"day": "2027-01-15", "bytes": -5}'])
+def test_broken_count_of_daily_bytes_starts_anew(tmp_path: Path, content: bytes) -> None:
+    store = open_store(tmp_path)
+    (tmp_path / "writes.json").write_bytes(content)
+    assert store.written_today_bytes == 0
+    write(store, draft(1))
+    assert store.written_today_bytes == 3 * STRIDE
+
+
+# a disk that does not do what it should
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (errno.ENOSPC, "disk full"),
+        (errno.EDQUOT, "disk full"),
+        (errno.EROFS, "unusable"),
+        (errno.EACCES, "unusable"),
+        (errno.EIO, "unusable"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_failing_write_is_a_refusal_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, reason: str, after: int
+) -> None:
+    store = open_store(tmp_path)
+    write(store, draft(1))
+    used, calls, real = disk_bytes(tmp_path), [0], runs._write
+
+    def failing(descriptor: int, data: memoryview) -> None:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(code, os.strerror(code))
+        real(descriptor, data)
+
+    monkeypatch.setattr(runs, "_write", failing)
+    refusal = store.write(draft(2))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == reason
+    assert os.strerror(code) in refusal.detail
+    assert disk_bytes(tmp_path) == used
+    monkeypatch.undo()
+    assert read_all(store, write(store, draft(2))) == pages_of(draft(2))
+
+
+def test_short_writes_and_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write, real_read, real_preadv = os.write, os.read, os.preadv
+    monkeypatch.setattr(os, "write", lambda file, data: real_write(file, data[: max(1, len(data) // 3)]))
+    monkeypatch.setattr(os, "read", lambda file, count: real_read(file, max(1, count // 3)))
+    monkeypatch.setattr(os, "preadv", lambda file, to, at: real_preadv(file, [to[0][: max(1, len(to[0]) // 3)]], at))
+    store = open_store(tmp_path)
+    assert read_all(store, write(store, draft(1))) == pages_of(draft(1))
+    other = open_store(tmp_path)
+    assert read_all(other, _only(other.scan())) == pages_of(draft(1))
+
+
+def test_system_without_locks_and_vectored_reads_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_flock", None)
+    monkeypatch.delattr(os, "preadv")
+    monkeypatch.delattr(os, "posix_fadvise")
+    store = open_store(tmp_path)
+    assert read_all(store, write(store, draft(1))) == pages_of(draft(1))
+    partial = store.key_folder / "1.run.partial"
+    partial.write_bytes(bytes(100))
+    os.utime(partial, (NOW - 30, NOW - 30))
+    open_store(tmp_path)
+    assert partial.exists()  # it may have a writer
+    os.utime(partial, (NOW - 90, NOW - 90))
+    open_store(tmp_path)
+    assert not partial.exists()
+
+
+def test_too_many_open_files_close_those_not_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    one, two = write(store, draft(1)), write(store, draft(2))
+    assert read_all(store, one) == pages_of(draft(1))
+    real, failed = os.open, []
+
+    def scarce(path: object, *args: int, **more: int) -> int:
+        if str(path) == str(two.path) and not failed:
+            failed.append(path)
+            raise OSError(errno.EMFILE, "too many open files")
+        return real(path, *args, **more)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(os, "open", scarce)
+    assert read_all(store, two) == pages_of(draft(2))
+    assert failed
+    assert store._readers.num_open == 1
+
+
+def test_disk_that_cannot_read_is_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    run = write(store, draft(1))
+
+    def failing(*args: object) -> int:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert read_all(store, run) == ["damaged", "damaged"]
+
+
+@pytest.mark.parametrize("name", ["lock", "pages"])
+def test_folder_that_cannot_be_used_ends_in_one_sentence(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "kv"
+    folder.mkdir()
+    if name == "lock":
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_bytes(b"")
+    with pytest.raises(StorageError, match=r"cannot keep pages in .*kv: .*--kv-dir.*--kv-disk 0") as error:
+        open_store(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_lock_that_others_keep_is_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LOCK_TRIES", 3)
+    store, other = open_store(tmp_path), files.FolderLock(tmp_path)
+    with other.held() as held:
+        assert held
+        refusal = store.write(draft(1))
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason == "unusable"
+    write(store, draft(1))
+
+
+def test_folder_removed_under_a_running_store_is_made_again(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "kv")
+    run = write(store, draft(1))
+    (tmp_path / "kv").rename(tmp_path / "moved")
+    assert read(store, Place(run.id, 0)) == "gone"
+    assert store.scan() == []
+    again = write(store, draft(2))
+    assert read_all(store, again) == pages_of(draft(2))
+    assert [found.facts["turn"] for found in open_store(tmp_path / "kv").scan()] == [2]
+    assert disk_bytes(tmp_path / "kv") == store.used_bytes
+
+
+def test_files_can_be_read_by_their_owner_only(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        store = open_store(tmp_path / "kv")
+        write(store, draft(1))
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "kv", *(tmp_path / "kv").rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+# other keys
+
+
+def test_keys_keep_pages_apart(tmp_path: Path) -> None:
+    write(open_store(tmp_path), draft(1))
+    assert open_store(tmp_path, NEWER_KEY).scan() == []
+    assert open_store(tmp_path, OTHER_KEY).scan() == []
+    renamed = dataclasses.replace(KEY, model="Another name for it")
+    assert len(open_store(tmp_path, renamed).scan()) == 1
+    assert len(list((tmp_path / "pages").iterdir())) == 3
+
+
+def test_pages_kept_under_another_key_are_pointed_out(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    new = draft(1, 2, last_tokens=5)
+    write(store, new)
+    write(store, draft(2, 1, last_tokens=4))
+    assert store.known_elsewhere(new.tokens) is None
+    newer = open_store(tmp_path, NEWER_KEY)
+    assert newer.known_elsewhere(new.tokens) == (
+        "the pages kept for these tokens are of other numbers (kernels 1a2b instead of 3c4d)"
+    )
+    assert newer.known_elsewhere((*new.tokens[:32], 7, 8)) is not None
+    assert newer.known_elsewhere(new.tokens[:31]) is None
+    assert newer.known_elsewhere(draft(2, 1, last_tokens=4).tokens) is not None
+    assert newer.known_elsewhere(()) is None
+    other = open_store(tmp_path, OTHER_KEY)
+    assert other.known_elsewhere(new.tokens) == "the pages kept for these tokens are of another model (Tiny 1B)"
+    same_name = open_store(tmp_path, StoreKey("Tiny 1B", "ef" * 32, KEY.numbers))
+    assert same_name.known_elsewhere(new.tokens) == (
+        "the pages kept for these tokens are of another model (Tiny 1B, with content abababab instead of efefefef)"
+    )
+    longer = open_store(tmp_path, StoreKey("Tiny 1B", "ab" * 32, "kernels 1a2b"))
+    assert "kernels 1a2b width 64 instead of kernels 1a2b" in str(longer.known_elsewhere(new.tokens))
+    (store.key_folder / "key.json").write_text("{")
+    unknown = open_store(tmp_path, OTHER_KEY)
+    assert unknown.known_elsewhere(new.tokens) == "the pages kept for these tokens are of another model or version"
+
+
+def test_scan_of_2000_runs_takes_less_than_a_glance(tmp_path: Path) -> None:
+    shape = PageShape(30, (64, 64, 64))
+    store = open_store(tmp_path, shape=shape)
+    one = write(store, draft(0, 22, shape=shape))
+    header = one.path.read_bytes()[: one.payload_offset + one.stride]
+    for number in range(2000):
+        (store.key_folder / f"{number}.run").write_bytes(header)
+    store.close()
+    times = []
+    for _ in range(3):
+        again = open_store(tmp_path, shape=shape)
+        start = time.perf_counter()
+        assert len(again.scan()) == 2001
+        times.append(time.perf_counter() - start)
+        again.close()
+    assert min(times) < 0.5  # 0.06 s where this was written; the rest is for busy machines
+
+
+def test_store_is_closed_for_good(tmp_path: Path) -> None:
+    store: DiskStore = open_store(tmp_path)
+    run = write(store, draft(1))
+    assert read_all(store, run) == pages_of(draft(1))
+    store.close()
+    store.close()
+    assert read(store, Place(run.id, 0)) == "gone"
