@@ -31,6 +31,7 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".json", ".sh", ".txt", ".cfg", ".yaml",
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("src/headrace/kernels/library.py", "environment"): "hands the environment on to the process that compiles",
     ("src/headrace/cli/doctor.py", "wall-clock"): "how old an abandoned file is, by the clock of its file system",
+    ("src/headrace/engine/model.py", "wall-clock"): "the default of the clock that everything below it is given",
     ("src/headrace/kernels/build.py", "output"): "a program of its own: it tells its parent what is done",
 }
 """(path, rule) -> reason."""

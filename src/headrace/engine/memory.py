@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.config import Config, parse_formats, parse_memory, parse_size
-from headrace.errors import OptionError
+from headrace.errors import OptionError, StorageError
 from headrace.kernels.library import KernelLibrary
 from headrace.kernels.narrow import Narrower
 from headrace.kernels.page_formats import FORMAT_NAMES
@@ -37,13 +37,17 @@ _SOURCES = ("model", "weights/pack.py", "engine/batch.py", "engine/records.py", 
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Bounds and formats of the past. `memory_bytes` None: by free memory; `disk_bytes` 0: nothing on disk."""
+    """Bounds and formats of the past. `memory_bytes` None: by free memory; `disk_bytes` 0: nothing on disk.
+
+    `disk_is_optional`: a folder that cannot be used is no error, since nobody asked for one.
+    """
 
     folder: Path
     memory_bytes: int | None = None
     disk_bytes: int = 0
     daily_bytes: int = 0
     formats: tuple[str, ...] = ("f16",)
+    disk_is_optional: bool = False
 
     @classmethod
     def resolve(
@@ -64,7 +68,8 @@ class MemorySettings:
         path = config.kv_dir if folder is None else Path(folder).expanduser()
         disk_bytes = min(config.kv_disk_bytes, _spare_bytes(path)) if disk is None else parse_size(str(disk), "kv_disk")
         chosen = config.kv_formats if names is None else parse_formats(names, "kv_formats")
-        return cls(path, memory_bytes, disk_bytes, config.kv_daily_bytes, chosen)
+        optional = folder is None and disk is None
+        return cls(path, memory_bytes, disk_bytes, config.kv_daily_bytes, chosen, optional)
 
 
 def _spare_bytes(folder: Path) -> int:
@@ -90,6 +95,7 @@ def open_memory(
     digest: str | None,
     memory_bytes: int,
     settings: MemorySettings | None,
+    wall_clock: Callable[[], float],
 ) -> OpenedMemory:
     """Opens the memory of a model.
 
@@ -99,6 +105,7 @@ def open_memory(
         digest: of the model's content; without it nothing is kept on disk.
         memory_bytes: the bound of pages in memory.
         settings: bounds and formats; None: exact, in memory only.
+        wall_clock: seconds since the epoch.
 
     Raises:
         StorageError: the folder cannot be used.
@@ -111,17 +118,21 @@ def open_memory(
     store = sessions = None
     if settings is not None and settings.disk_bytes and digest is not None:
         shape = PageShape(len(config.layers), tuple(layer_bytes(config, each) for each in range(num_formats)))
-        key = StoreKey(config.name, digest, numbers_of(library, names))
-        store = DiskStore(
-            settings.folder,
-            key,
-            shape,
-            limit_bytes=settings.disk_bytes,
-            daily_bytes=settings.daily_bytes,
-            clock=time.time,
-        )
-        sessions = SessionFiles(settings.folder, digest)
-    cache = PageCache(pool, formats=formats, compress=narrower, store=store, wall_clock=time.time, timer=time.perf_counter)
+        try:
+            store = DiskStore(
+                settings.folder,
+                StoreKey(config.name, digest, numbers_of(library, names)),
+                shape,
+                limit_bytes=settings.disk_bytes,
+                daily_bytes=settings.daily_bytes,
+                clock=wall_clock,
+            )
+        except StorageError:
+            if not settings.disk_is_optional:
+                raise
+        else:
+            sessions = SessionFiles(settings.folder, digest)
+    cache = PageCache(pool, formats=formats, narrow=narrower, store=store, wall_clock=wall_clock, timer=time.perf_counter)
     return OpenedMemory(cache, sessions)
 
 

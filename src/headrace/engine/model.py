@@ -27,6 +27,7 @@ from headrace.engine.fit import plan_memory
 from headrace.engine.generation import Generation, GenerationPlan, check_prompt
 from headrace.engine.loading import LoadedWeights, load_weights, prepare_kernels
 from headrace.engine.memory import MemorySettings, check_room, open_memory
+from headrace.engine.past import count_reuse
 from headrace.engine.records import Places, kernels_of
 from headrace.engine.sampler import Sampler, SamplingOptions, SamplingParams, sampling_params
 from headrace.engine.sequence import Sequence as TokenSequence
@@ -112,6 +113,7 @@ class Model:
         progress: Progress,
         free_bytes: int | None = None,
         memory: MemorySettings | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.path, self.threads, self.load_s = path, threads, 0.0
         self.config, self.tokenizer = weights.config, weights.tokenizer
@@ -127,7 +129,7 @@ class Model:
             threads,
             progress,
         )
-        opened = open_memory(self.config, library, weights.digest, plan.kv_memory_bytes, memory)
+        opened = open_memory(self.config, library, weights.digest, plan.kv_memory_bytes, memory, wall_clock)
         self.cache, self._session_files = opened.cache, opened.sessions
         self.digest = weights.digest or ""
         places = Places(
@@ -393,11 +395,10 @@ class Model:
         standing: Callable[[], Standing] = lambda: DEFAULT_STANDING,
         ignore_end: bool = False,
     ) -> Generation:
-        """An answer that begins with what is known of the prompt, and is known itself afterwards. See `generate_ids`.
+        """An answer that begins with what is known of the prompt, and is known itself afterwards.
 
-        Args:
-            standing: asked at the end for what the owner of this past wishes.
-            on_end: told of the end, before what was computed becomes known.
+        What the others are made of. `on_end` is told of the end, before what was computed becomes known; `standing` is asked
+        then for what the owner of this past wishes.
         """
         self._check_open()
         sequence = self._sequence(None)
@@ -407,6 +408,7 @@ class Model:
                 on_end(generation)
                 # pages behind an error may hold values that are not finite
                 sequence.poisoned = generation.failed
+                count_reuse(self.cache.counters, generation.result.reuse)
                 if not generation.failed and not self._closed:
                     sequence.commit(len(generation.token_ids), standing())
             finally:

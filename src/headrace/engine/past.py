@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from headrace.engine.recall import Recalled
 from headrace.engine.results import MissReason, MissReport, Reuse
 from headrace.kv.cache import PageCache
+from headrace.kv.counters import Counters
 from headrace.kv.tree import Miss
 from headrace.model.step import PAGE_TOKENS
 from headrace.text.tokenizer import Tokenizer
@@ -49,6 +50,13 @@ def reuse_of(past: Past, prompt_ids: Sequence[int], tokenizer: Tokenizer, cache:
         saved_s=0.0 if compute_s is None else max(0.0, compute_s - recalled.load_s),
         misses=tuple(misses),
     )
+
+
+def count_reuse(counters: Counters, reuse: Reuse) -> None:
+    """Adds what a request could not reuse, and why, and what it saved, to the counts of this process."""
+    for miss in reuse.misses:
+        counters.miss(miss.reason, miss.num_tokens)
+    counters.saved_s += reuse.saved_s
 
 
 def _on_disk(reason: MissReason) -> str:

@@ -306,7 +306,7 @@ class Sequence:
             page = self.pages[number]
             if page is None or format_of(page) != F16 or self.cache.pool.owners(page) > 1:
                 break
-            self.pages[number] = self.cache.recode(page, self._page_format)
+            self.pages[number] = self.cache.compressor.recode(page, self._page_format)
             changed = True
         if changed:
             self.readdress()

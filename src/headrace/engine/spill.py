@@ -128,9 +128,9 @@ class Spill:
             for number, page in enumerate(sequence.pages[: sequence.num_tokens // PAGE_TOKENS]):
                 if cache.pool.free_bytes >= needed_bytes:
                     break
-                if page is None or cache.next_format(format_of(page)) != page_format:
+                if page is None or cache.compressor.next_format(format_of(page)) != page_format:
                     continue
-                smaller = cache.shrink(page, page_format, nodes[number] if number < len(nodes) else None)
+                smaller = cache.compressor.shrink(page, page_format, nodes[number] if number < len(nodes) else None)
                 changed = changed or smaller != page
                 sequence.pages[number] = smaller
         if changed:

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from headrace.kernels.page_formats import F16
-from headrace.kv.counters import Counters
+from headrace.kv.compress import Compressor, Narrow
+from headrace.kv.counters import Counters, merge_counters
 from headrace.kv.disk import DISK, DiskTier, Page
 from headrace.kv.mover import Mover, ReadJob
 from headrace.kv.pages import PagePool, format_of
@@ -36,14 +33,6 @@ from headrace.kv.tree import Miss, Node, PrefixTree
 from headrace.model.step import PAGE_TOKENS
 
 MEMORY = 0
-_COMPRESSED_AT_ONCE = 8
-
-
-class Compress(Protocol):
-    """Turns a page into another format: see `kernels/narrow.py`."""
-
-    def narrow(self, page_format: int, source: int, target: int) -> None:
-        """From the f16 page at one address to a page of `page_format` at another."""
 
 
 @dataclass
@@ -76,7 +65,7 @@ class PageCache:
         pool: PagePool,
         *,
         formats: Sequence[int] = (F16,),
-        compress: Compress | None = None,
+        narrow: Narrow | None = None,
         store: DiskStore | None = None,
         wall_clock: Callable[[], float],
         timer: Callable[[], float],
@@ -86,25 +75,30 @@ class PageCache:
         Args:
             pool: memory for pages.
             formats: codes of the formats of pages in memory.
-            compress: what compresses pages, needed for formats other than f16.
+            narrow: what compresses pages, needed for formats other than f16.
             store: pages on disk, if there are any.
             wall_clock: seconds since the epoch, for uses that outlive the process.
             timer: seconds that only grow, for prices.
         """
-        self.pool, self.formats, self.prices, self.counters = pool, tuple(formats), PriceBook(), Counters()
+        self.pool, self.prices, self.counters = pool, PriceBook(), Counters()
+        self.compressor = Compressor(pool, formats, narrow, self.counters)
         self.rule = Residency(self.prices.of_pages(pool.format_bytes[F16]))
         self.tree = PrefixTree(PAGE_TOKENS)
         # pool and store bound bytes; these numbers of pages only say how often the ranking is renewed
         disk_bytes = 0 if store is None else store.used_bytes + store.room_bytes
         most = [max(1, size // min(pool.format_bytes)) for size in (pool.limit_bytes, disk_bytes)]
         self.placement = Placement(self.tree, most, self.rule)
-        self._compress, self._wall_clock, self._timer, self._now_s = compress, wall_clock, timer, 0.0
-        self._scratch: npt.NDArray[np.uint8] = np.zeros(max(pool.format_bytes) + 64, np.uint8)
+        self._wall_clock, self._now_s = wall_clock, 0.0
         self.disk: DiskTier | None = None
         if store is not None:
             mover = Mover(store, timer)
             self.disk = DiskTier(self.placement, pool, store, mover, self.rule, self.prices, self.counters, wall_clock)
             self.disk.attach(self.now_s())
+
+    @property
+    def formats(self) -> tuple[int, ...]:
+        """Codes of the formats of pages in memory, the most exact first."""
+        return self.compressor.formats
 
     def now_s(self) -> float:
         """Seconds since the epoch, never less than before."""
@@ -179,7 +173,7 @@ class PageCache:
             cheapest = self.placement.cheapest(MEMORY, now_s)
             if cheapest is None:
                 return False
-            if not self._squeeze(cheapest[0]):
+            if not self.compressor.squeeze(cheapest[0]):
                 self._leave(cheapest[0], now_s)
         return True
 
@@ -197,58 +191,6 @@ class PageCache:
             stack.extend(node.children.values())
         size -= sum(self.pool.format_bytes[format_of(node.page.handle)] for node in held if node.page.handle is not None)
         return (self.pool.free_bytes + size) // self.pool.format_bytes[page_format]
-
-    def _squeeze(self, tip: Node) -> bool:
-        """Compresses pages of the use that is worth least, from its last page on; False if they are as small as can be."""
-        if len(self.formats) == 1:
-            return False
-        node: Node = tip
-        found: list[tuple[Page, int]] = []
-        while node.parent is not None and node.use is tip.use and len(found) < _COMPRESSED_AT_ONCE:
-            page: Page = node.page
-            whole = len(node.tokens) == PAGE_TOKENS
-            if whole and page.handle is not None and self.pool.owners(page.handle) == 1 and page.writing is None:
-                wanted = self.next_format(format_of(page.handle))
-                if wanted is not None:
-                    found.append((page, wanted))
-            node = node.parent
-        # all of a use goes one step before any of it goes two
-        least = min((wanted for _, wanted in found), default=F16)
-        for page, wanted in found:
-            if wanted == least and page.handle is not None:
-                page.handle = self.recode(page.handle, wanted)
-        return bool(found)
-
-    def next_format(self, page_format: int) -> int | None:
-        """The format that a page is compressed to when memory is short; None if it is as small as it may be."""
-        later = [each for each in self.formats if each > page_format]
-        return later[0] if later else None
-
-    def shrink(self, handle: int, page_format: int, node: Node | None) -> int:
-        """A page in another format for a live request, and for the tree if `node` has it; the same page if others do, too."""
-        page: Page | None = None if node is None else node.page
-        if page is None or page.handle != handle:
-            return self.recode(handle, page_format) if self.pool.owners(handle) == 1 else handle
-        if self.pool.owners(handle) > 2 or page.writing is not None:
-            return handle
-        self.pool.release(handle)
-        page.handle = self.recode(handle, page_format)
-        self.pool.share(page.handle)
-        return page.handle
-
-    def recode(self, handle: int, page_format: int) -> int:
-        """A page in another format, for a page with one owner, who gets the new one in its stead."""
-        assert self._compress is not None
-        size = self.pool.format_bytes[page_format]
-        shift = -int(self._scratch.ctypes.data) % 64
-        target = self._scratch[shift : shift + size]
-        self._compress.narrow(page_format, self.pool.address(handle), int(target.ctypes.data))
-        self.pool.release(handle)
-        smaller = self.pool.allocate(page_format)
-        assert smaller is not None, "a smaller page fits where a larger one was"
-        self.pool.view(smaller)[:] = target
-        self.counters.compressed_bytes += size
-        return smaller
 
     def _leave(self, tip: Node, now_s: float) -> None:
         """A page leaves memory: to the disk if it is, or is about to be, there; else out of the tree."""
@@ -506,6 +448,7 @@ class PageCache:
         if self.disk is not None:
             self.flush()
             self.disk.mover.stop()
+            merge_counters(self.disk.store.key_folder, self.counters)
             self.disk.store.close()
 
     def check(self) -> None:

@@ -78,7 +78,7 @@ class Run:
     """A run on disk: pages `start_page` to `start_page + num_pages` of a path, of one format.
 
     `parent` is the chain of the page before, b"" if there is none. `facts` are the writer's own. `time_s` is when it was
-    written or last touched. `num_bytes` is what it takes on disk.
+    written or last touched.
     """
 
     id: int
@@ -90,7 +90,6 @@ class Run:
     num_pages: int
     facts: dict[str, int]
     time_s: float
-    num_bytes: int
     # Packed, as a tuple takes ten times as much for as long as the run is known.
     token_bytes: bytes = field(repr=False)
     chain_bytes: bytes = field(repr=False)
@@ -111,7 +110,6 @@ class Run:
             num_pages=num_pages,
             facts=header.facts,
             time_s=time_s,
-            num_bytes=header.payload_offset + num_pages * header.stride,
             token_bytes=header.token_bytes,
             chain_bytes=header.chain_bytes,
             header_digest=header.digest,
@@ -123,6 +121,11 @@ class Run:
     def path(self) -> Path:
         """The file."""
         return Path(self.folder, self.name)
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes on disk."""
+        return self.payload_offset + self.num_pages * self.stride
 
     @property
     def num_tokens(self) -> int:
