@@ -47,7 +47,7 @@ class TinyModels:
 def check_memory(model: Model) -> None:
     """Books agree, nobody holds anything, and every page in memory belongs to the tree."""
     cache = model.cache
-    cache.settle()
+    cache.flush()
     cache.check()
     stack, handles = list(cache.tree.root.children.values()), []
     while stack:

@@ -14,7 +14,6 @@ from headrace.errors import OptionError
 MODEL_HELP = "An alias ([cyan]headrace models[/] lists them), a path to a .gguf file, or hf:owner/repo/file.gguf."
 DEFAULT_MODEL = "smollm2"
 DEFAULT_MAX_TOKENS = 256
-MAX_NAME_CHARACTERS = 200
 
 # The sampler's own defaults, written again so that the help can show them without importing NumPy; a test compares them.
 TEMPERATURE = 0.0
@@ -225,6 +224,8 @@ def check_session_name(name: str, option: str) -> None:
     Raises:
         OptionError: it is empty or too long.
     """
+    from headrace.kv.sessions import MAX_NAME_CHARACTERS
+
     if not 1 <= len(name) <= MAX_NAME_CHARACTERS:
         raise OptionError(f"{option}={name!r} has {len(name)} characters: a session's name has 1 to {MAX_NAME_CHARACTERS}")
 

@@ -22,17 +22,19 @@ from headrace.kernels.page_formats import F16
 from headrace.kv.compress import Compressor, Narrow
 from headrace.kv.counters import Counters, merge_counters
 from headrace.kv.disk import DISK, DiskTier, Page
-from headrace.kv.mover import Mover, ReadJob
+from headrace.kv.mover import CallJob, Mover, ReadJob
 from headrace.kv.pages import PagePool, format_of
 from headrace.kv.placement import Placement
 from headrace.kv.prices import PriceBook
 from headrace.kv.residency import DEFAULT_STANDING, Residency, Standing
 from headrace.kv.runs import Place
-from headrace.kv.store import DiskStore
+from headrace.kv.stores import PageStore
 from headrace.kv.tree import Miss, Node, PrefixTree
 from headrace.model.step import PAGE_TOKENS
 
 MEMORY = 0
+_AHEAD_SHARE = 16
+"""Pages are compressed ahead when less than one in so many bytes of memory is free."""
 
 
 @dataclass
@@ -66,7 +68,7 @@ class PageCache:
         *,
         formats: Sequence[int] = (F16,),
         narrow: Narrow | None = None,
-        store: DiskStore | None = None,
+        store: PageStore | None = None,
         wall_clock: Callable[[], float],
         timer: Callable[[], float],
     ) -> None:
@@ -89,10 +91,10 @@ class PageCache:
         most = [max(1, size // min(pool.format_bytes)) for size in (pool.limit_bytes, disk_bytes)]
         self.placement = Placement(self.tree, most, self.rule)
         self._wall_clock, self._now_s = wall_clock, 0.0
+        self.mover = Mover(store, timer)
         self.disk: DiskTier | None = None
         if store is not None:
-            mover = Mover(store, timer)
-            self.disk = DiskTier(self.placement, pool, store, mover, self.rule, self.prices, self.counters, wall_clock)
+            self.disk = DiskTier(self.placement, pool, store, self.mover, self.rule, self.prices, self.counters, wall_clock)
             self.disk.attach(self.now_s())
 
     @property
@@ -157,7 +159,17 @@ class PageCache:
         handle = self.pool.allocate(page_format)
         if handle is None and self.make_room(self.pool.format_bytes[page_format]):
             handle = self.pool.allocate(page_format)
+        if len(self.formats) > 1 and self.pool.free_bytes < self.pool.limit_bytes // _AHEAD_SHARE:
+            self._compress_ahead()
         return handle
+
+    def _compress_ahead(self) -> None:
+        """Has the past that is worth least compressed beside the computation, before somebody has to wait for it."""
+        self.settle()
+        if self.compressor.num_pending == 0:
+            cheapest = self.placement.cheapest(MEMORY, self.now_s())
+            if cheapest is not None:
+                self.compressor.squeeze_ahead(cheapest[0], self.mover)
 
     def reserve(self, num_bytes: int) -> bool:
         """Takes bytes of the bound for something beside pages, making room if need be."""
@@ -196,7 +208,7 @@ class PageCache:
         """A page leaves memory: to the disk if it is, or is about to be, there; else out of the tree."""
         page: Page = tip.page
         if self.disk is not None and page.writing is not None:
-            self.disk.mover.wait_write(page.writing)
+            self.mover.wait_write(page.writing)
             self.settle()
         backed = page.place is not None
         if not backed:
@@ -327,7 +339,7 @@ class PageCache:
         path = [] if last is None else last.path()
         if self.disk is not None and path:
             for job in {id(node.page.writing): node.page.writing for node in path if node.page.writing is not None}.values():
-                self.disk.mover.wait_write(job)
+                self.mover.wait_write(job)
             self.settle()
         return path
 
@@ -398,16 +410,19 @@ class PageCache:
         places = [node.page.place for node in cold]
         views = [self.pool.view(handle) for handle in handles]
         if places:
-            self.disk.mover.read(places, views, (found, cold, handles), urgent=False)
+            self.mover.read(places, views, (found, cold, handles), urgent=False)
         else:
             self.let_go(found)
 
     def settle(self) -> None:
         """Books what the mover has done since the last time."""
-        if self.disk is None:
-            return
-        for job in self.disk.settle():
-            self._settle_ahead(job)
+        for job in self.mover.finished():
+            if isinstance(job, ReadJob):
+                self._settle_ahead(job)
+            elif isinstance(job, CallJob):
+                self.compressor.settle(job)
+            elif self.disk is not None:
+                self.disk.settle(job)
 
     def _settle_ahead(self, job: ReadJob) -> None:
         found, cold, handles = job.tag
@@ -439,15 +454,14 @@ class PageCache:
 
     def flush(self) -> None:
         """Waits until everything that is to go to disk is there."""
-        if self.disk is not None:
-            self.disk.mover.flush()
-            self.settle()
+        self.mover.flush()
+        self.settle()
 
     def close(self) -> None:
         """Writes what is queued, and lets go of the store."""
+        self.flush()
+        self.mover.stop()
         if self.disk is not None:
-            self.flush()
-            self.disk.mover.stop()
             merge_counters(self.disk.store.key_folder, self.counters)
             self.disk.store.close()
 

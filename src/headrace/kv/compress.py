@@ -8,7 +8,8 @@ A page that somebody else reads, or that is on its way to disk, stays as it is. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from headrace.kernels.page_formats import F16
 from headrace.kv.counters import Counters
 from headrace.kv.disk import Page
+from headrace.kv.mover import CallJob, Mover
 from headrace.kv.pages import PagePool, format_of
 from headrace.kv.tree import Node
 from headrace.model.step import PAGE_TOKENS
@@ -30,11 +32,20 @@ class Narrow(Protocol):
         """From the page at one tagged address to a page of `page_format` at another address."""
 
 
+class _Narrowed(NamedTuple):
+    """A page that the mover compresses: `source` and `target` are handles, each held for it."""
+
+    page: Page
+    source: int
+    target: int
+
+
 class Compressor:
     """Compresses pages of one pool. `formats` are the codes of what pages may be, the most exact first."""
 
     def __init__(self, pool: PagePool, formats: Sequence[int], narrow: Narrow | None, counters: Counters) -> None:
         self.formats = tuple(formats)
+        self.num_pending = 0  # pages that the mover is compressing
         self._pool, self._narrow, self._counters = pool, narrow, counters
         scratch: npt.NDArray[np.uint8] = np.zeros(max(pool.format_bytes) + 64, np.uint8)
         self._scratch = scratch[-int(scratch.ctypes.data) % 64 :]
@@ -46,6 +57,38 @@ class Compressor:
 
     def squeeze(self, tip: Node) -> bool:
         """Compresses pages of the use that `tip` is of, from the tip on; False if they are as small as they can be."""
+        found = self._compressible(tip)
+        for page, wanted in found:
+            if page.handle is not None:
+                page.handle = self.recode(page.handle, wanted)
+        return bool(found)
+
+    def squeeze_ahead(self, tip: Node, mover: Mover) -> None:
+        """Has `squeeze` done by the mover, as far as there is room for both forms of a page meanwhile."""
+        for page, wanted in self._compressible(tip):
+            target = self._pool.allocate(wanted)
+            if target is None or page.handle is None or self._narrow is None:
+                return
+            self._pool.share(page.handle)
+            addresses = (self._pool.address(page.handle), self._pool.address(target))
+            mover.call(partial(self._narrow.narrow, wanted, *addresses), _Narrowed(page, page.handle, target))
+            self.num_pending += 1
+
+    def settle(self, job: CallJob) -> None:
+        """A page was compressed by the mover: takes the new form if the page is still what it was, and nobody else's."""
+        narrowed: _Narrowed = job.tag
+        page, pool = narrowed.page, self._pool
+        self.num_pending -= 1
+        pool.release(narrowed.source)
+        if page.handle == narrowed.source and pool.owners(narrowed.source) == 1 and page.writing is None:
+            pool.release(narrowed.source)
+            page.handle = narrowed.target
+            self._counters.compressed_bytes += pool.format_bytes[format_of(narrowed.target)]
+        else:
+            pool.release(narrowed.target)
+
+    def _compressible(self, tip: Node) -> list[tuple[Page, int]]:
+        """Pages of the use that `tip` is of, from the tip on, and what they can become; all go one step before any goes two."""
         node: Node = tip
         found: list[tuple[Page, int]] = []
         while node.parent is not None and node.use is tip.use and len(found) < _PAGES_AT_ONCE:
@@ -56,12 +99,8 @@ class Compressor:
                 if wanted is not None:
                     found.append((page, wanted))
             node = node.parent
-        # all of a use goes one step before any of it goes two
         least = min((wanted for _, wanted in found), default=F16)
-        for page, wanted in found:
-            if wanted == least and page.handle is not None:
-                page.handle = self.recode(page.handle, wanted)
-        return bool(found)
+        return [(page, wanted) for page, wanted in found if wanted == least]
 
     def shrink(self, handle: int, page_format: int, node: Node | None) -> int:
         """A page in another format for a live request, and for the tree if `node` has it; the same page if others do, too."""

@@ -20,14 +20,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.kv.budget import Refusal
 from headrace.kv.counters import Counters
-from headrace.kv.mover import Mover, ReadJob, WriteJob
+from headrace.kv.mover import Mover, WriteJob
 from headrace.kv.pages import PagePool, format_of
 from headrace.kv.placement import Placement
 from headrace.kv.prices import PriceBook
 from headrace.kv.residency import Residency
 from headrace.kv.runs import Place, Run, RunDraft, chain
-from headrace.kv.store import DiskStore, Refusal
+from headrace.kv.stores import PageStore
 from headrace.kv.tree import Node
 
 RUN_BYTES = 8 << 20
@@ -63,7 +64,7 @@ class DiskTier:
         self,
         placement: Placement,
         pool: PagePool,
-        store: DiskStore,
+        store: PageStore,
         mover: Mover,
         rule: Residency,
         prices: PriceBook,
@@ -262,17 +263,8 @@ class DiskTier:
 
     # what has been done
 
-    def settle(self) -> list[ReadJob]:
-        """Books the writes that are done; gives back the reads ahead that are."""
-        reads = []
-        for job in self.mover.finished():
-            if isinstance(job, WriteJob):
-                self._settle_write(job)
-            else:
-                reads.append(job)
-        return reads
-
-    def _settle_write(self, job: WriteJob) -> None:
+    def settle(self, job: WriteJob) -> None:
+        """Books a write that is done."""
         if isinstance(job.outcome, Run):
             self._counters.written_bytes += job.outcome.num_bytes
             self._prices.written(job.outcome.num_bytes, job.seconds)

@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from headrace.kv.budget import Refusal
 from headrace.kv.readers import Failure
 from headrace.kv.runs import Place, Run, RunDraft
-from headrace.kv.store import DiskStore, Refusal
+from headrace.kv.stores import PageStore
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,16 +63,28 @@ class ReadJob:
         return len(self.outcomes) >= self.end
 
 
-class Mover:
-    """Jobs of one store. `clock` gives seconds."""
+@dataclass
+class CallJob:
+    """Other work on the bytes of pages; `tag` is the caller's."""
 
-    def __init__(self, store: DiskStore, clock: Callable[[], float]) -> None:
+    work: Callable[[], None]
+    tag: Any
+
+
+Job = WriteJob | ReadJob | CallJob
+
+
+class Mover:
+    """Jobs of one store, if there is one, and other work on pages. `clock` gives seconds."""
+
+    def __init__(self, store: PageStore | None, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
         self._changed = threading.Condition()
         self._urgent: deque[ReadJob] = deque()
         self._writes: deque[WriteJob] = deque()
+        self._calls: deque[CallJob] = deque()
         self._ahead: deque[ReadJob] = deque()
-        self._finished: deque[WriteJob | ReadJob] = deque()
+        self._finished: deque[Job] = deque()
         self._hurried = 0
         self._stopped = False
         self._busy = False
@@ -90,7 +103,11 @@ class Mover:
             self._add(self._urgent if urgent else self._ahead, job)
         return job
 
-    def finished(self) -> list[WriteJob | ReadJob]:
+    def call(self, work: Callable[[], None], tag: Any) -> None:
+        """Queues other work."""
+        self._add(self._calls, CallJob(work, tag))
+
+    def finished(self) -> list[Job]:
         """Jobs that are done since the last call; urgent reads are not among them."""
         with self._changed:
             jobs = list(self._finished)
@@ -119,7 +136,7 @@ class Mover:
     def flush(self) -> None:
         """Waits until every job is done, at full speed."""
         with self._changed:
-            self._hurry(lambda: not (self._urgent or self._writes or self._ahead or self._busy))
+            self._hurry(lambda: not (self._urgent or self._writes or self._calls or self._ahead or self._busy))
 
     @property
     def pending_writes(self) -> int:
@@ -142,7 +159,7 @@ class Mover:
         finally:
             self._hurried -= 1
 
-    def _add(self, queue: deque[Any], job: WriteJob | ReadJob) -> None:
+    def _add(self, queue: deque[Any], job: Job) -> None:
         with self._changed:
             assert not self._stopped, "the mover has stopped"
             queue.append(job)
@@ -156,19 +173,34 @@ class Mover:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._stopped or self._urgent or self._writes or self._ahead)
+                self._changed.wait_for(lambda: self._stopped or self._next())
                 if self._stopped:
                     return
                 self._busy = True
-                job: WriteJob | ReadJob = (self._urgent or self._writes or self._ahead)[0]
+                job = self._next()
+                assert job is not None
             start = self._clock()
             if isinstance(job, ReadJob):
                 self._read(job)
-            else:
+            elif isinstance(job, WriteJob):
                 self._write(job)
+            else:
+                job.work()
+                with self._changed:
+                    self._calls.popleft()
+                    self._finished.append(job)
             self._rest(self._clock() - start)
 
+    def _next(self) -> Job | None:
+        """What to do next: what somebody waits for, then what keeps pages from being lost."""
+        for queue in (self._urgent, self._writes, self._calls, self._ahead):
+            if queue:
+                job: Job = queue[0]
+                return job
+        return None
+
     def _write(self, job: WriteJob) -> None:
+        assert self._store is not None
         start = self._clock()
         try:
             outcome: Run | Refusal = self._store.write(job.draft)
@@ -186,6 +218,7 @@ class Mover:
         with self._changed:
             first, end = job.started, min(job.started + READ_GROUP_PAGES, job.end)
             job.started = end
+        assert self._store is not None
         start = self._clock()
         found = self._store.read_many(job.places[first:end], job.targets[first:end])
         seconds = self._clock() - start
