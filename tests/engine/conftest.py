@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from headrace.config import Config
 from headrace.engine.loading import load_weights
+from headrace.engine.memory import MemorySettings
 from headrace.engine.model import Model
 from headrace.kernels.level import LEVELS, host_levels
 from headrace.kernels.library import KernelLibrary
+from headrace.kv import cache as kv_cache
+from headrace.kv.pages import page_bytes
+from headrace.kv.prices import PriceBook
 from headrace.weights.progress import NullProgress
 from tiny.models import TinySpec, write_model
 
@@ -62,12 +69,48 @@ def check_memory(model: Model) -> None:
     assert cache.pool.reserved_bytes == 0
 
 
-def open_model(path: Path, *, threads: int = 1, level: str = "", context: int | None = None) -> Model:
-    """Packs into memory; kernels come from the cache."""
+def open_model(
+    path: Path,
+    *,
+    threads: int = 1,
+    level: str = "",
+    context: int | None = None,
+    folder: Path | None = None,
+    pages: int | None = None,
+    disk_bytes: int = 10**9,
+    daily_bytes: int = 10**12,
+    formats: tuple[str, ...] = ("f16",),
+    wall_clock: Callable[[], float] = time.time,
+    prices: PriceBook | None = None,
+) -> Model:
+    """Packs into memory; kernels come from the cache.
+
+    The past is kept in `folder`, if there is one, and in memory for `pages` exact pages; `prices` are those of the past.
+    """
     chosen = LEVELS[level] if level else host_levels()[-1]
     library = KernelLibrary(Config.from_environment().kernels_dir, chosen)
     weights = load_weights(path, None, NullProgress())
-    return Model(path, weights, library, threads=threads, context=context, progress=NullProgress())
+    memory = None
+    if folder is not None or pages is not None or formats != ("f16",):
+        weights = dataclasses.replace(weights, digest=hashlib.sha256(path.read_bytes()).hexdigest())
+        memory = MemorySettings(
+            folder=folder or Path("nowhere"),
+            memory_bytes=None if pages is None else pages * page_bytes(weights.config),
+            disk_bytes=0 if folder is None else disk_bytes,
+            daily_bytes=daily_bytes,
+            formats=formats,
+        )
+    with mock.patch.object(kv_cache, "PriceBook", PriceBook if prices is None else lambda: prices):
+        return Model(
+            path,
+            weights,
+            library,
+            threads=threads,
+            context=context,
+            progress=NullProgress(),
+            memory=memory,
+            wall_clock=wall_clock,
+        )
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@
 |---|---|
 | `app` | the list of verbs, and how a command line finds its own |
 | `run` `chat` `bench` `pull` `models` `doctor` | one verb each: its options, what it does, what it prints |
+| `kv` | the verbs that look at the past on disk and tidy it; `kv_show` what they print, `kv_simulate` the replay of traces |
+| `session` | how a conversation with a name is opened |
 | `options` | options that verbs share, and what they become |
 | `errors` | how an error becomes one sentence and an exit code |
 | `progress` | bars on standard error |

@@ -82,6 +82,7 @@ def print_status(found: Inventory, config: Config) -> None:
     if found.num_problems:
         lines.append(f"{_count(found.num_problems, 'damaged file')}: headrace kv verify --repair keeps what is sound")
     sys.stdout.write("\n".join(lines) + "\n\n")
+    told_apart = len({key.model for key in found.keys}) < len(found.keys)
     rows = [
         (
             key.model,
@@ -91,11 +92,12 @@ def print_status(found: Inventory, config: Config) -> None:
             ", ".join(f"{pages:,} {_format_name(code)}" for code, pages in key.pages_by_format.items()) or "-",
             _time(key.newest_s),
             "yes" if key.in_use else "no",
-            key.numbers,
+            *([key.numbers] if told_apart else []),
         )
         for key in found.keys
     ]
-    _print_table(("model", "pages", "tokens", "bytes", "formats", "last used", "in use", "made by"), rows, right=(1, 2, 3))
+    headings = ("model", "pages", "tokens", "bytes", "formats", "last used", "in use", *(["made by"] if told_apart else []))
+    _print_table(headings, rows, right=(1, 2, 3))
     total = total_counters(found)
     if total.lookups:
         sys.stdout.write("\n" + "\n".join(_counter_lines(total)) + "\n")
@@ -186,7 +188,8 @@ def _print_table(headings: tuple[str, ...], rows: Sequence[Sequence[str]], *, ri
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if at in right else "left", overflow="fold")
+        named = heading in {"session", "model", "formats", "made by"}
+        table.add_column(heading, justify="right" if at in right else "left", overflow="fold", no_wrap=not named)
     for row in rows:
         table.add_row(*map(Text, row))  # names are not markup
     Console(highlight=False).print(table)

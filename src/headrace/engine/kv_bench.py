@@ -1,6 +1,6 @@
 """What compressed pages cost and what they gain: the perplexity of a text by the format of the pages that hold its past.
 
-The text is the same for every format, so that the difference is the pages' alone. f16 is exact: the others are compared with it.
+The text is the same for every format, so the difference is the pages' alone. f16 is exact: the others are compared with it.
 
 Does not know: the command line, and how pages are made or compressed.
 """
