@@ -10,7 +10,6 @@ from headrace.engine.results import MissReason, MissReport, Reuse
 from headrace.kv.cache import PageCache
 from headrace.kv.counters import Counters
 from headrace.kv.tree import Miss
-from headrace.model.step import PAGE_TOKENS
 from headrace.text.tokenizer import Tokenizer
 from headrace.units import format_seconds
 
@@ -32,10 +31,7 @@ def reuse_of(past: Past, prompt_ids: Sequence[int], tokenizer: Tokenizer, cache:
     recalled = past.recalled
     known = recalled.memory_tokens + recalled.disk_tokens
     compute_s = cache.prices.compute_s(known, 0) if known else None
-    misses = [
-        MissReport(reason, first * PAGE_TOKENS, count * PAGE_TOKENS, _on_disk(reason))
-        for reason, first, count in recalled.misses
-    ]
+    misses = [MissReport(reason, first, count, _known_but_computed(reason)) for reason, first, count in recalled.misses]
     miss = recalled.found.miss
     if miss is not None:
         missing = len(prompt_ids) - 1 - recalled.num_tokens
@@ -59,10 +55,12 @@ def count_reuse(counters: Counters, reuse: Reuse) -> None:
     counters.saved_s += reuse.saved_s
 
 
-def _on_disk(reason: MissReason) -> str:
+def _known_but_computed(reason: MissReason) -> str:
     return {
         "gone": "its file on disk is no longer there",
         "damaged": "its bytes on disk are not those that were written",
+        "format changed": "the page that goes on from it must begin exact, and it is compressed",
+        "no room": "memory has no room to read it into",
         "recompute is quicker": "computing it took less time than reading it from disk would have",
     }.get(reason, reason)
 

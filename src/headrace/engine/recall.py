@@ -31,7 +31,7 @@ _SPARE_PAGES = 2
 
 @dataclass
 class Recalled:
-    """What a sequence began with. `misses` holds (reason, first page, pages) of pages that were known and computed anyway."""
+    """What a sequence began with. `misses` holds (reason, first token, tokens) of what was known and is computed anyway."""
 
     found: Found
     memory_tokens: int = 0
@@ -41,8 +41,8 @@ class Recalled:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the sequence began with."""
-        return self.memory_tokens + self.disk_tokens + PAGE_TOKENS * sum(count for _, _, count in self.misses)
+        """Tokens that were known, those that could not be used included."""
+        return self.memory_tokens + self.disk_tokens + sum(count for _, _, count in self.misses)
 
 
 def recall(sequence: TokenSequence, token_ids: Sequence[int], num_more: int, timer: Callable[[], float]) -> Recalled:
@@ -72,7 +72,12 @@ def recall(sequence: TokenSequence, token_ids: Sequence[int], num_more: int, tim
     sequence.adopt(token_ids[:num_whole], handles, on_disk)
     recalled.memory_tokens = found.num_near * PAGE_TOKENS
     recalled.disk_tokens = len(cold) * PAGE_TOKENS
+    if sequence.num_tokens < num_whole:
+        loading.give_up(len(sequence.pages), partial)
+        partial = None
     loading.run(partial)
+    if found.unused is not None:
+        recalled.misses.append((found.unused[0], found.num_tokens, found.unused[1]))
     if start is not None:
         recalled.load_s = timer() - start
     cache.counters.lookups += 1
@@ -88,6 +93,7 @@ class _Loading:
     def __init__(self, sequence: TokenSequence, cache: PageCache, found: Found, recalled: Recalled) -> None:
         self._sequence, self._cache, self._found, self._recalled = sequence, cache, found, recalled
         self._numbers: list[int] = []  # pages to read, the first first
+        self._partial = found.partial
 
     def take(self, cold: list[Node], num_needed: int) -> list[int | None]:
         """Memory for pages on disk: None for those that have to stay there, the first of them."""
@@ -112,17 +118,29 @@ class _Loading:
 
     def take_partial(self) -> int | None:
         """A page of its own for the part of a page that is known: copied if it is in memory."""
-        node, cache = self._found.partial, self._cache
+        node, cache = self._partial, self._cache
         handle = None if node is None else cache.allocate()
         if node is not None and handle is not None and node.page.handle is not None:
             cache.pool.view(handle)[:] = cache.pool.view(node.page.handle)
         return handle
 
+    def give_up(self, num_pages: int, partial: int | None) -> None:
+        """Memory had no room for what comes behind so many pages: it is computed, where there may be room for less."""
+        found, recalled = self._found, self._recalled
+        if partial is not None:
+            self._cache.pool.release(partial)
+        self._partial = None
+        self._numbers = [number for number in self._numbers if number < num_pages]
+        near = min(num_pages, found.num_near)
+        recalled.memory_tokens, recalled.disk_tokens = near * PAGE_TOKENS, (num_pages - near) * PAGE_TOKENS
+        recalled.misses.append(("no room", num_pages * PAGE_TOKENS, found.num_tokens - num_pages * PAGE_TOKENS))
+
     def run(self, partial: int | None) -> None:
         """Reads, and computes meanwhile; then the sequence has all that was found, and the tree what was read."""
         sequence, cache, disk = self._sequence, self._cache, self._cache.disk
-        node = self._found.partial
+        node = self._partial
         reads_partial = node is not None and partial is not None and node.page.handle is None
+        failure: MissReason | None = None if partial is not None else "no room"
         if disk is not None and (self._numbers or reads_partial):
             numbers = self._numbers[::-1]
             nodes = [self._found.nodes[number] for number in numbers]
@@ -132,14 +150,23 @@ class _Loading:
             places = [each.page.place for each in nodes]
             views = [cache.pool.view(page) for page in pages if page is not None]
             job = disk.mover.read(places, views)
-            failed = self._meet(job, int(reads_partial), disk)
+            try:
+                failed = self._meet(job, int(reads_partial), disk)
+            except BaseException:
+                disk.mover.abandon(job)  # whoever ends the sequence frees what is being read into
+                if partial is not None:
+                    cache.pool.release(partial)
+                raise
             cache.prices.read(job.num_bytes, job.seconds)
             cache.counters.read_bytes += job.num_bytes
             self._book(failed, disk)
-            if reads_partial and (0 not in job.outcomes or job.outcomes[0] is not None):
-                cache.pool.release(partial)  # type: ignore[arg-type]
-                partial = None
-        self._add_partial(partial, from_disk=reads_partial)
+            if reads_partial:
+                failure = job.outcomes[0]
+            if failure is not None and node is not None and partial is not None:
+                cache.pool.release(partial)
+                disk.lost(node, cache.now_s())
+        if node is not None:
+            self._add_partial(partial, failure, from_disk=reads_partial)
 
     def _meet(self, job: ReadJob, offset: int, disk: DiskTier) -> list[int]:
         """Waits for the pages in their order, computing from the front; the numbers of those that could not be read."""
@@ -152,13 +179,13 @@ class _Loading:
                 if failure is not None:
                     self._compute(at, 1)
                     failed.append(numbers[at])
-                    self._recalled.misses.append((failure, numbers[at], 1))
+                    self._recalled.misses.append((failure, numbers[at] * PAGE_TOKENS, PAGE_TOKENS))
                 at += 1
                 continue
             count = self._worth_computing(job, at)
             if count and disk.mover.cut(job, count):
                 self._compute(at, count)
-                self._recalled.misses.append(("recompute is quicker", numbers[at], count))
+                self._recalled.misses.append(("recompute is quicker", numbers[at] * PAGE_TOKENS, count * PAGE_TOKENS))
                 at, computed = at + count, computed + count
             else:
                 disk.mover.wait_read(job, len(job.outcomes))
@@ -202,12 +229,12 @@ class _Loading:
             if nodes[number].page.place is not None and page is not None:
                 disk.repair(nodes[number], self._cache.pool.view(page), self._cache.now_s())
 
-    def _add_partial(self, partial: int | None, *, from_disk: bool) -> None:
-        if partial is None:
-            return
+    def _add_partial(self, partial: int | None, failure: MissReason | None, *, from_disk: bool) -> None:
         sequence, found = self._sequence, self._found
-        assert found.partial is not None
         start = len(found.nodes) * PAGE_TOKENS
+        if partial is None or failure is not None:
+            self._recalled.misses.append((failure or "no room", start, found.partial_tokens))
+            return
         sequence.token_ids += found.tokens[start : start + found.partial_tokens]
         sequence.pages.append(partial)
         sequence.readdress()

@@ -56,7 +56,15 @@ class Timings:
 
 
 MissReason = Literal[
-    "first seen", "diverged", "evicted", "format changed", "model changed", "damaged", "gone", "recompute is quicker"
+    "first seen",
+    "diverged",
+    "evicted",
+    "format changed",
+    "model changed",
+    "damaged",
+    "gone",
+    "no room",
+    "recompute is quicker",
 ]
 
 

@@ -190,12 +190,13 @@ class Sequence:
         self._check_context(self.num_tokens + len(ids))
         size = MAX_STEP_TOKENS if outputs == 1 else min(MAX_STEP_TOKENS, outputs)
         whole = self.num_tokens + len(ids)
+        # where pages can be compressed or left on disk, room is found chunk by chunk
+        at_once = self._page_format == F16 and not self._spill.is_possible
         for start in range(0, len(ids), size):
             if start and cancelled is not None and cancelled():
                 return
             chunk = ids[start : start + size]
-            # compressed pages take less than those that are being written, so room is found chunk by chunk
-            self._reserve(self.num_tokens + len(chunk) if self._page_format != F16 or self.cold else whole)
+            self._reserve(whole if at_once else self.num_tokens + len(chunk))
             rows = self._step(chunk, min(outputs, len(chunk)))
             # a single row is for the sampler, which looks at every value anyway
             if outputs > 1 and not np.isfinite(rows).all():

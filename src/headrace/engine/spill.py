@@ -59,6 +59,12 @@ class Spill:
         self._cold: ColdPages | None = None
 
     @property
+    def is_possible(self) -> bool:
+        """Whether a sequence can be longer than memory."""
+        cache = self._sequence.cache
+        return cache.disk is not None or len(cache.formats) > 1
+
+    @property
     def refusal(self) -> str:
         """Why the disk did not help, as the end of a sentence; empty if it was not asked."""
         disk = self._sequence.cache.disk
