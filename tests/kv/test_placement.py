@@ -35,7 +35,7 @@ def _drain(placement: Placement, tier: int, now_s: float) -> list[object]:
     """The pages of a tier in the order in which they leave it for good."""
     pages = []
     while (cheapest := placement.cheapest(tier, now_s)) is not None:
-        pages.append(placement.evict(cheapest[0], now_s, demote=False).page)
+        pages += placement.evict(cheapest[0], now_s, demote=False).pages
         placement.check()
     return pages
 
@@ -60,7 +60,7 @@ def test_cheapest_leaves_the_page_where_it_is_and_evict_takes_it() -> None:
     _use(placement, (3, 4), 1.0)
     first = placement.cheapest(0, 2.0)
     assert first == placement.cheapest(0, 2.0) == (_node(placement, 1, 2), 1.0)
-    assert placement.evict(first[0], 2.0, demote=True) == (2, 0, 1)
+    assert placement.evict(first[0], 2.0, demote=True) == ([2], 0, 1)
     assert placement.num_pages == [3, 1]
     assert placement.cheapest(0, 2.0) == (_node(placement, 1), 1.0)
     assert placement.cheapest(1, 2.0) == (_node(placement, 1, 2), 1.0)
@@ -75,12 +75,12 @@ def test_evicting_one_by_one_takes_the_same_pages_in_the_same_order_as_making_ro
             tokens = tuple(range(100 * (turn % 4), 100 * (turn % 4) + 4 + turn))
             match = placement.tree.match(tokens)
             placement.record(tokens, match, tokens[len(match.nodes) :], num_answer_tokens=5, now_s=20.0 * turn)
-        moves = [] if by_hand else placement.make_room(120.0)
+        pages = [] if by_hand else [page for move in placement.make_room(120.0) for page in move.pages]
         while placement.num_pages[0] > 12:
             cheapest = placement.cheapest(0, 120.0)
             assert cheapest is not None
-            moves.append(placement.evict(cheapest[0], 120.0, demote=False))
-        orders.append(moves)
+            pages += placement.evict(cheapest[0], 120.0, demote=False).pages
+        orders.append(pages)
         placement.check()
     assert orders[0] == orders[1]
     assert len(orders[0]) == 18
@@ -109,11 +109,11 @@ def test_pages_that_are_not_near_stay_where_they_are_and_what_is_new_goes_behind
     placement = _placement(10, 10)
     _use(placement, (1, 2, 3, 4), 0.0)
     for page in (4, 3, 2):
-        assert placement.evict(_node(placement, *range(1, page + 1)), 1.0, demote=True).page == page
+        assert placement.evict(_node(placement, *range(1, page + 1)), 1.0, demote=True).pages == [page]
     tokens = (1, 2, 3, 4, 5, 6)
     match = placement.tree.match(tokens)
     recorded = placement.record(tokens, match, (5, 6), num_answer_tokens=1, now_s=2.0, num_near=2)
-    assert recorded.moves == [(2, 1, 0)]
+    assert recorded.moves == [([2], 1, 0)]
     assert recorded.last is _node(placement, *tokens)
     assert [node.tier for node in recorded.last.path()] == [0, 0, 1, 1, 1, 1]
     assert placement.num_pages == [2, 4]
@@ -136,7 +136,7 @@ def test_prefetched_page_is_near_and_ranked_there() -> None:
     for depth in (3, 2):
         placement.evict(_node(placement, *range(1, depth + 1)), 2.0, demote=True)
     assert placement.cheapest(0, 2.0) == (_node(placement, 1), 1.0)
-    assert placement.promote(_node(placement, 1, 2)) == (2, 1, 0)
+    assert placement.promote(_node(placement, 1, 2)) == ([2], 1, 0)
     placement.check()
     with pytest.raises(AssertionError, match="in tier 0"):
         placement.promote(_node(placement, 1, 2))
@@ -174,8 +174,8 @@ def test_pages_survive_that_they_are_replaced_or_get_more_tokens() -> None:
     placement.check()
     placement.tree.check()
     assert placement.cheapest(0, 1.0) == (last, pytest.approx(placement.rule.worths([last], 0, 1.0)[0]))
-    assert placement.evict(last, 1.0, demote=True).page == "c"
-    assert placement.evict(last, 1.0, demote=False).page == "c"
+    assert placement.evict(last, 1.0, demote=True).pages == ["c"]
+    assert placement.evict(last, 1.0, demote=False).pages == ["c"]
     placement.check()
 
 
@@ -327,7 +327,7 @@ class EngineMachine(RuleBasedStateMachine):
             tokens, match, new, num_answer_tokens=3, now_s=self.now_s, standing=standing, num_near=near
         )
         assert self.tree.match(tokens).nodes == last.path()
-        assert len(moves) == sum(tiers[:near])
+        assert sum(len(move.pages) for move in moves) == sum(tiers[:near])
         near = len(tiers) if near is None else near
         behind = 0 if near >= len(tiers) else 1
         assert [node.tier for node in last.path()] == [0 if i < near else t for i, t in enumerate(tiers)] + [behind] * len(new)
@@ -360,7 +360,7 @@ class EngineMachine(RuleBasedStateMachine):
             tip = cheapest[0]
             assert (tip.tier, tip.pins, tip.num_tier_children) == (tier, 0, 0)
             to_tier = 1 if tier == 0 and (demote or tip.children) else None
-            assert self.placement.evict(tip, self.now_s, demote=to_tier is not None) == (tip.page, tier, to_tier)
+            assert self.placement.evict(tip, self.now_s, demote=to_tier is not None) == ([tip.page], tier, to_tier)
             self.placement.check()
 
     @rule(data=st.data())
@@ -368,7 +368,7 @@ class EngineMachine(RuleBasedStateMachine):
         nodes = [each for each in self._nodes() if each.tier and (each.parent is self.tree.root or not each.parent.tier)]
         node = self._some(data, nodes)
         if node is not None:
-            assert self.placement.promote(node) == (node.page, 1, 0)
+            assert self.placement.promote(node) == ([node.page], 1, 0)
 
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:

@@ -245,9 +245,9 @@ def test_pages_demote_from_the_tip_and_promote_on_use() -> None:
     placement = _placement(2, 4, rule=LeastRecent())
     assert _use(placement, (1, 2), 0.0) == []
     moves = _use(placement, (3, 4), 1.0)
-    assert [(move.page, move.from_tier, move.to_tier) for move in moves] == [(2, 0, 1), (1, 0, 1)]
+    assert moves == [([2], 0, 1), ([1], 0, 1)]
     moves = _use(placement, (1, 2), 2.0)
-    assert [(move.page, move.from_tier, move.to_tier) for move in moves] == [(1, 1, 0), (2, 1, 0), (4, 0, 1), (3, 0, 1)]
+    assert moves == [([1, 2], 1, 0), ([4], 0, 1), ([3], 0, 1)]
     placement.check()
 
 
@@ -302,7 +302,7 @@ class PlacementMachine(RuleBasedStateMachine):
         self.now_s += wait_s
         before = self.placement.tree.num_nodes + len(tokens) - _known(self.placement, tokens)
         moves = _use(self.placement, tokens, self.now_s, standing=standing)
-        assert self.placement.tree.num_nodes == before - sum(move.to_tier is None for move in moves)
+        assert self.placement.tree.num_nodes == before - sum(len(move.pages) for move in moves if move.to_tier is None)
 
     @invariant()
     def bounds_hold_and_books_agree(self) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from headrace.kernels.page_formats import F16
 from headrace.kv.compress import Compressor, Narrow
@@ -41,8 +42,8 @@ _AHEAD_SHARE = 16
 class Found:
     """What is known of some tokens: whole pages `nodes`, then the first `partial_tokens` tokens of `partial`.
 
-    The first `num_near` of `nodes` are in memory, the others on disk. `miss` says why the rest is not known. The past is
-    held until `PageCache.let_go`.
+    The first `num_near` of `nodes` are in memory, the others on disk. `miss` says why the rest is not known; `unused` why,
+    and how many, tokens behind these are known but of no use. The past is held until `PageCache.let_go`.
     """
 
     tokens: tuple[int, ...]
@@ -52,6 +53,7 @@ class Found:
     partial_tokens: int
     miss: Miss | None
     held: list[Node]
+    unused: tuple[Literal["gone", "format changed"], int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -118,6 +120,7 @@ class PageCache:
         nodes = self._readable(match.nodes)
         near = next((i for i, node in enumerate(nodes) if node.tier == DISK), len(nodes))
         partial, partial_tokens = match.partial, match.partial_tokens
+        reason: Literal["gone", "format changed"] = "gone"
         if len(nodes) < len(match.nodes) or (partial is not None and not self._readable([partial])):
             partial, partial_tokens = None, 0
         if nodes and len(nodes[-1].tokens) < PAGE_TOKENS:
@@ -125,11 +128,14 @@ class PageCache:
             partial_tokens, near = len(partial.tokens), min(near, len(nodes))
         if partial is not None and self._lossy(partial):
             partial, partial_tokens = None, 0  # the page that goes on from it must begin exact
+            reason = "format changed"
         held = [node for node in (nodes[-1] if nodes else None, partial) if node is not None]
         for node in held:
             self.tree.pin(node)
         miss = self.tree.explain(tokens, match)
-        return Found(tuple(tokens), nodes, near, partial, partial_tokens, miss, held)
+        num_unused = match.num_tokens - len(nodes) * PAGE_TOKENS - partial_tokens
+        unused = (reason, num_unused) if num_unused else None
+        return Found(tuple(tokens), nodes, near, partial, partial_tokens, miss, held, unused)
 
     def let_go(self, found: Found) -> None:
         """Holds a past no longer."""
@@ -192,15 +198,12 @@ class PageCache:
     def num_room(self, page_format: int = F16) -> int:
         """Pages that could be had at most: free ones, and those that no live request holds."""
         held: set[Node] = set()
-        stack = list(self.tree.root.children.values())
         size = 0
-        while stack:
-            node = stack.pop()
+        for node in self.tree.nodes():
             if node.pins:
                 held.update(node.path())
             if node.page.handle is not None:
                 size += self.pool.format_bytes[format_of(node.page.handle)]
-            stack.extend(node.children.values())
         size -= sum(self.pool.format_bytes[format_of(node.page.handle)] for node in held if node.page.handle is not None)
         return (self.pool.free_bytes + size) // self.pool.format_bytes[page_format]
 
@@ -423,6 +426,8 @@ class PageCache:
                 self.compressor.settle(job)
             elif self.disk is not None:
                 self.disk.settle(job)
+        if self.disk is not None:
+            self.disk.bury(self.now_s())
 
     def _settle_ahead(self, job: ReadJob) -> None:
         found, cold, handles = job.tag
@@ -472,11 +477,8 @@ class PageCache:
         self.placement.check()
         if self.disk is not None:
             self.disk.check()
-        stack = list(self.tree.root.children.values())
-        while stack:
-            node = stack.pop()
+        for node in self.tree.nodes():
             page: Page = node.page
             assert (page.handle is not None) == (node.tier == MEMORY)
             assert page.handle is None or self.pool.owners(page.handle) > 0
             assert page.handle is not None or page.place is not None or self.pinned(node)
-            stack.extend(node.children.values())

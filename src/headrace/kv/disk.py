@@ -76,6 +76,7 @@ class DiskTier:
         self._rule, self._prices, self._counters, self._clock = rule, prices, counters, clock
         self._nodes: dict[int, list[Node | None]] = {}  # pages of each run; None: known by another run already
         self._formats: dict[int, int] = {}  # of each run
+        self._dead: list[Node] = []  # lost while somebody held them
         self._silent_until = 0.0
         self.refusal: Refusal | None = None
 
@@ -327,10 +328,24 @@ class DiskTier:
         for other in doomed:
             if other is None or other.parent is None:
                 continue
-            if other.page.handle is not None or self._pinned(other):
+            if other.page.handle is not None:
                 self.unback(other.page)
+            elif self._pinned(other):
+                self.unback(other.page)
+                self._dead.append(other)
             else:
                 self.forget(other, now_s)
+
+    def bury(self, now_s: float) -> None:
+        """Forgets pages that were lost while somebody held them, those that nobody holds any more."""
+        dead, self._dead = self._dead, []
+        for node in dead:
+            if node.parent is None or node.page.handle is not None or node.page.place is not None:
+                continue  # gone already, or computed again
+            if self._pinned(node):
+                self._dead.append(node)
+            else:
+                self.forget(node, now_s)
 
     def repair(self, node: Node, view: npt.NDArray[np.uint8], now_s: float) -> None:
         """A damaged page was computed again: writes it over the damage if it is the same to the bit, else frees the copy."""
@@ -372,6 +387,6 @@ class DiskTier:
             page: Page = node.page
             if page.place is not None:
                 assert self._nodes[page.place.run][page.place.index] is node
-            assert page.place is not None or page.handle is not None
+            assert page.place is not None or page.handle is not None or node in self._dead
             assert (page.handle is None) == (node.tier == DISK)
             stack.extend(node.children.values())

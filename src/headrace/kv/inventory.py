@@ -170,8 +170,8 @@ def _verify_key(folder: Path, repair: bool, advance: Callable[[int], None]) -> I
         advance(run.num_bytes)
 
 
-def clear(folder: Path, *, model: str | None) -> int:
-    """Removes pages and sessions: all, or those of models whose name contains `model`; the bytes freed.
+def clear(folder: Path, *, model: str | None, with_sessions: bool = True) -> int:
+    """Removes what is kept of all models, or of those whose name contains `model`; the bytes freed.
 
     How much was written today is still known afterwards. Nothing is removed that was not made by this package.
     """
@@ -182,7 +182,7 @@ def clear(folder: Path, *, model: str | None) -> int:
         if model is None or _slug(model) in _slug(key.model if key is not None else each.name[:-17]):
             digests.add(key.model_digest[:32] if key is not None else "")
             _empty(each, (RUN, files.PARTIAL, "key.json", "counters.json"))
-    for each in session_folders(folder):
+    for each in session_folders(folder) if with_sessions else ():
         if model is None or each.name in digests:
             _empty(each, (".json", files.PARTIAL))
     return max(0, before - files.folder_bytes(folder))

@@ -123,6 +123,13 @@ class Mover:
             self._changed.notify_all()
             return True
 
+    def abandon(self, job: ReadJob) -> None:
+        """Reads no more of a job; when this returns, nothing is written to its targets any more."""
+        with self._changed:
+            job.end = job.started
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: job.done)
+
     def wait_read(self, job: ReadJob, more_than: int) -> None:
         """Waits until more than so many pages of a job have been tried, or it is done."""
         with self._changed:

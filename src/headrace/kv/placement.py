@@ -15,12 +15,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from headrace.kv.residency import DEFAULT_STANDING, Rule, Standing, Use
-from headrace.kv.tree import Match, Node, PrefixTree
+from headrace.kv.tree import Match, Node, PrefixTree, Stretch
 
 RANK_SHARE = 0.01
 """All that lies in a tier is ranked again when this share of its capacity has left it since: worths change slowly, and
@@ -30,9 +29,9 @@ FEW_LISTED = 1000
 
 
 class Move(NamedTuple):
-    """A page left a tier for another, or for none."""
+    """Pages left a tier for another, or for none, in this order."""
 
-    page: Any
+    pages: list[Any]
     from_tier: int
     to_tier: int | None
 
@@ -45,7 +44,10 @@ class Recorded(NamedTuple):
 
 
 class Placement:
-    """Pages in tiers of `capacities` pages each. Capacities bind in `make_room` only; other callers bind themselves."""
+    """Pages in tiers of `capacities` pages each.
+
+    `make_room` keeps to the capacities. A caller with bounds of its own asks for the `cheapest` page and evicts it instead.
+    """
 
     def __init__(self, tree: PrefixTree, capacities: Sequence[int], rule: Rule) -> None:
         self.tree, self.capacities, self.rule = tree, tuple(capacities), rule
@@ -77,40 +79,34 @@ class Placement:
 
         A tier may be over its capacity then.
         """
+        assert not match.num_pages or match.last.parent is not None, "what matched was removed since"
         use = Use(len(self.capacities))
-        use.standing, use.num_answer_tokens = standing, num_answer_tokens
-        nodes = match.nodes
-        all_near = num_near is None or num_near >= len(nodes)
+        use.time_s, use.standing, use.num_answer_tokens = now_s, standing, num_answer_tokens
+        tree, num_matched = self.tree, match.num_pages
+        all_near = num_near is None or num_near >= num_matched
+        if not all_near:
+            tree.stretches(match.nodes[num_near - 1] if num_near else tree.root)  # splits there
         found: list[tuple[Use, int]] = []
         moves = []
-        last: Use | None = None
-        for node in nodes:
-            if node.use is not last:
-                if last is not None:
-                    found.append((last, node.depth_pages - 1))
-                last = node.use
-            node.use = use
-            if node.tier and (all_near or node.depth_pages <= num_near):  # type: ignore[operator] # None is all_near
-                moves.append(self._promote(node))
-        if last is not None:
-            found.append((last, len(nodes)))
-        end = len(nodes)
-        for evicted in self.tree.recall(tokens, match):
-            end += 1
-            if found and found[-1][0] is evicted.use:
-                found[-1] = (evicted.use, end)
-            else:
-                found.append((evicted.use, end))
-        node = nodes[-1] if nodes else self.tree.root
-        tier = 0 if all_near else max(1, node.tier)
-        node = self.tree.insert_path(node, tokens[len(nodes) * self.tree.page_tokens :], pages, use, tier=tier)
+        path = tree.stretches(match.last)
+        for stretch in path:
+            _add_found(found, stretch.use, stretch.end)
+            stretch.use = use
+            if stretch.tier and (all_near or stretch.end <= num_near):  # type: ignore[operator] # None is all_near
+                moves.append(self._promote(stretch))
+        tree.join(path)
+        rest = tokens[num_matched * tree.page_tokens :]
+        fingerprints = tree.fingerprints(match.last, rest)
+        recalled = tree.recalled(fingerprints)
+        for depth, (evicted, behind) in enumerate(zip_longest(recalled, recalled[1:]), num_matched + 1):
+            if evicted is not behind:  # pages that were evicted together share what is remembered
+                _add_found(found, evicted.use, depth)
+        tier = 0 if all_near else max(1, match.last.tier)
+        node = tree.insert_path(match.last, rest, pages, use, tier=tier, fingerprints=fingerprints)
         self.num_pages[tier] += len(pages)
         use.num_pages = node.depth_pages
-        self.rule.ended(use, found, now_s)
-        if not all_near:
-            self._list_path(nodes, now_s)
-        if node.parent is not None:
-            self._list(node, node.tier, now_s)
+        self.rule.ended(use, found)
+        self._list_path(node, now_s)
         return Recorded(moves, node)
 
     def restore(
@@ -142,8 +138,7 @@ class Placement:
         use.num_pages = max(use.num_pages, node.depth_pages, facts.get("num_pages", 0))
         if not is_same:
             self.rule.restored(use, found, facts)
-            self._list_path(node.path(), now_s)
-        self._list(node, tier, now_s)
+        self._list_path(node, now_s)
         return node
 
     @staticmethod
@@ -188,7 +183,7 @@ class Placement:
             while heap:
                 worth, _, depth_pages, use = heap[0]
                 tip = self._tip(use, tier)
-                if tip is not None and tip.depth_pages == depth_pages and not tip.num_tier_children and not tip.pins:
+                if tip is not None and tip.depth_pages == depth_pages and tip.may_leave:
                     return tip, worth
                 heapq.heappop(heap)
             if is_ranked:
@@ -210,7 +205,8 @@ class Placement:
         """A page behind one in tier 0, or behind none, comes to tier 0 from farther away before it is used."""
         use, tier = node.use, node.tier
         assert tier > 0, "the page is in tier 0"
-        move = self._promote(node)
+        move = self._promote(node.isolate())
+        self.tree.join([node.stretch])
         self._tip(use, tier)  # it may have been the last there
         use.tips[0] = node
         self._resident[0][use] = None
@@ -221,14 +217,12 @@ class Placement:
         """A page is lost, and with it all behind it, none of them pinned; gives the pages back, each after those behind it."""
         parent = node.parent
         assert parent is not None, "the root stays"
-        doomed = [node]
-        for each in doomed:
-            doomed.extend(each.children.values())
+        doomed = [(stretch.tier, len(stretch.pages), stretch.use) for stretch in self.tree.subtree(node)]
         pages = self.tree.remove_subtree(node, now_s)
-        for each in doomed:
-            self.num_pages[each.tier] -= 1
+        for tier, num_pages, _ in doomed:
+            self.num_pages[tier] -= num_pages
         self._reveal(parent, node.use, node.tier, now_s)
-        for use in {each.use for each in doomed}:
+        for _, _, use in doomed:
             for tier in range(len(self.capacities)):
                 self._tip(use, tier)
         return pages
@@ -236,9 +230,7 @@ class Placement:
     def check(self) -> None:
         """Asserts that books and tree agree and that every page can be reached from the use that it belongs to."""
         counts = [0] * len(self.capacities)
-        stack = list(self.tree.root.children.values())
-        while stack:
-            node = stack.pop()
+        for node in self.tree.nodes():
             counts[node.tier] += 1
             tip = node.use.tips[node.tier]
             assert node.use in self._resident[node.tier]
@@ -246,25 +238,26 @@ class Placement:
             assert node in tip.path()
             assert tip.use is node.use
             assert tip.tier == node.tier
-            stack.extend(node.children.values())
         assert counts == self.num_pages
 
-    def _promote(self, node: Node) -> Move:
-        move = Move(node.page, node.tier, 0)
-        self.num_pages[node.tier] -= 1
-        self.tree.move(node, 0, node.page)
-        self.num_pages[0] += 1
+    def _promote(self, stretch: Stretch) -> Move:
+        move = Move(stretch.pages[:], stretch.tier, 0)
+        self.num_pages[stretch.tier] -= len(stretch.pages)
+        self.num_pages[0] += len(stretch.pages)
+        stretch.set_tier(0)
         return move
 
     def _take_over(self, parent: Node, use: Use) -> list[tuple[Use, int]]:
         """A restored use takes over the pages before it that no later use has; whose they were, and to which page."""
         found: list[tuple[Use, int]] = []
-        node = parent
-        while node.parent is not None and node.use is not use and node.use.time_s <= use.time_s:
-            if not found or found[-1][0] is not node.use:
-                found.append((node.use, node.depth_pages))
-            node.use = use
-            node = node.parent
+        path = self.tree.stretches(parent)
+        for stretch in reversed(path):
+            if stretch.use is use or stretch.use.time_s > use.time_s:
+                break
+            if not found or found[-1][0] is not stretch.use:
+                found.append((stretch.use, stretch.end))
+            stretch.use = use
+        self.tree.join(path)
         return found[::-1]
 
     def _last_page(self, use: Use) -> Node | None:
@@ -275,18 +268,23 @@ class Placement:
                 return tip
         return None
 
-    def _list_path(self, nodes: Sequence[Node], now_s: float) -> None:
-        """Lists the last page in each tier of the use that owns the last of the nodes."""
-        use = nodes[-1].use
-        for node, behind in zip(nodes, [*nodes[1:], None], strict=True):
-            if node.use is use and (behind is None or behind.tier != node.tier):
-                self._list(node, node.tier, now_s)
+    def _list_path(self, last: Node, now_s: float) -> None:
+        """Lists the last page in each tier of the use of a path that ends here."""
+        use, tier = last.use, -1
+        node: Node | None = last
+        while node is not None and node.parent is not None and node.use is use:
+            if node.tier != tier:
+                tier = node.tier
+                self._list(node, tier, now_s)
+            node = node.stretch.node(node.stretch.start)
 
     def _tip(self, use: Use, tier: int) -> Node | None:
         """The deepest page of a use in a tier; a use that has none there any more is no longer listed."""
         tip = use.tips[tier]
-        if tip is not None and tip.use is use and tip.tier == tier and tip.parent is not None:
-            return tip
+        if tip is not None:
+            stretch = tip.stretch
+            if stretch.use is use and stretch.tier == tier and stretch.parent is not None:
+                return tip
         use.tips[tier] = None
         self._resident[tier].pop(use, None)
         return None
@@ -294,12 +292,13 @@ class Placement:
     def _rank(self, tier: int, now_s: float) -> None:
         """Puts the pages of a tier that may leave it in order."""
         tips = [self._tip(use, tier) for use in list(self._resident[tier])]
-        free = [tip for tip in tips if tip is not None and not tip.num_tier_children and not tip.pins]
+        free = [tip for tip in tips if tip is not None and tip.may_leave]
+        uses: list[Use] = [tip.use for tip in free]
         worths = self.rule.worths(free, tier, now_s).tolist() if free else []
-        heap = [(worth, tip.use.serial, tip.depth_pages, tip.use) for worth, tip in zip(worths, free, strict=True)]
+        heap = [(worth, use.serial, tip.depth_pages, use) for worth, use, tip in zip(worths, uses, free, strict=True)]
         heapq.heapify(heap)
         self._heaps[tier], self._left[tier] = heap, 0
-        asked = [tip.use.standing for tip in free if tip.use.standing is not DEFAULT_STANDING]
+        asked = [use.standing for use in uses if use.standing is not DEFAULT_STANDING]
         self._due_s[tier] = min((standing.changes_s(now_s) for standing in asked), default=math.inf)
 
     def _list(self, tip: Node, tier: int, now_s: float) -> None:
@@ -307,7 +306,7 @@ class Placement:
         use: Use = tip.use
         use.tips[tier] = tip
         self._resident[tier][use] = None
-        worth = float(self.rule.worths([tip], tier, now_s)[0])
+        worth = self.rule.worth(tip, tier, now_s)
         heapq.heappush(self._heaps[tier], (worth, use.serial, tip.depth_pages, use))
         if use.standing is not DEFAULT_STANDING:
             self._due_s[tier] = min(self._due_s[tier], use.standing.changes_s(now_s))
@@ -315,7 +314,7 @@ class Placement:
             self._tidy(tier)
 
     def _tidy(self, tier: int) -> None:
-        """Drops what is outdated, which nobody else does where nothing ever has to leave."""
+        """Drops what is outdated: where nothing ever has to leave, no ranking does."""
         for use in list(self._resident[tier]):
             self._tip(use, tier)
         heap = []
@@ -333,9 +332,9 @@ class Placement:
             if cheapest is None:
                 return
             tip = cheapest[0]
-            admitted = floor < np.inf and self.rule.worths([tip], tier + 1, now_s)[0] > floor
+            admitted = floor < math.inf and self.rule.worth(tip, tier + 1, now_s) > floor
             most = 1 if tip.use.at_last_page(tip) else self.num_pages[tier] - self.capacities[tier]
-            self._take(tip, most, bool(admitted), now_s, moves)
+            self._take(tip, most, admitted, now_s, moves)
 
     def _take(self, tip: Node, most: int, admitted: bool, now_s: float, moves: list[Move]) -> None:
         """Up to so many pages of one use leave a tier, from the tip on.
@@ -348,14 +347,15 @@ class Placement:
             heapq.heappop(heap)
         num_taken = 0
         while True:
-            parent = tip.parent
-            assert parent is not None
-            if admitted or tip.children:
-                moves.append(self._demote(tip))
+            stretch = tip.stretch
+            count = stretch.num_unpinned(most - num_taken)
+            parent = stretch.node(stretch.end - count)
+            if admitted or stretch.children:
+                self._demote(tip, count, moves)
             else:
-                moves.append(Move(self.tree.remove(tip, now_s), tier, None))
-            num_taken += 1
-            if num_taken == most or parent.use is not use or parent.tier != tier or parent.num_tier_children or parent.pins:
+                moves.append(Move(self.tree.remove_tail(stretch, count, now_s)[::-1], tier, None))
+            num_taken += count
+            if num_taken == most or parent.use is not use or parent.tier != tier or not parent.may_leave:
                 break
             tip = parent
         self.num_pages[tier] -= num_taken
@@ -372,26 +372,33 @@ class Placement:
         else:
             use.tips[tier] = None
             self._resident[tier].pop(use, None)
-        if parent.parent is not None and parent.tier == tier and not parent.num_tier_children and not parent.pins:
+        if parent.parent is not None and parent.tier == tier and parent.may_leave:
             self._list(parent, tier, now_s)
 
-    def _demote(self, node: Node) -> Move:
-        use, tier = node.use, node.tier
+    def _demote(self, tip: Node, count: int, moves: list[Move]) -> None:
+        use, tier = tip.use, tip.tier
         if self._tip(use, tier + 1) is None:
-            use.tips[tier + 1] = node
-        self.tree.move(node, tier + 1, node.page)
-        self.num_pages[tier + 1] += 1
-        return Move(node.page, tier, tier + 1)
+            use.tips[tier + 1] = tip
+        moves.append(Move(self.tree.move_tail(tip.stretch, count, tier + 1)[::-1], tier, tier + 1))
+        self.num_pages[tier + 1] += count
 
     def _admission(self, tier: int, now_s: float) -> float:
         """The worth above which a tier takes a page: any while it has room, then the least that it holds."""
         if tier >= len(self.capacities) or self.capacities[tier] == 0:
-            return np.inf
+            return math.inf
         if self.num_pages[tier] < self.capacities[tier]:
             return -1.0
         cheapest = self.cheapest(tier, now_s)
         if cheapest is None:
-            return np.inf
+            return math.inf
         heapq.heappop(self._heaps[tier])
         self._list(cheapest[0], tier, now_s)  # ranked anew: the next request asks for the least again
         return cheapest[1]
+
+
+def _add_found(found: list[tuple[Use, int]], use: Use, end: int) -> None:
+    """A path goes on up to a page index with pages of a use."""
+    if found and found[-1][0] is use:
+        found[-1] = (use, end)
+    else:
+        found.append((use, end))

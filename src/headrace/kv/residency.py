@@ -117,14 +117,17 @@ remembered included."""
 class Rule(Protocol):
     """Ranks uses. `Residency` is the rule; `LeastRecent` is what it is compared with."""
 
-    def ended(self, use: Use, found: Found, now_s: float) -> None:
-        """A use of `use.num_pages` pages ended, which took over those that were found."""
+    def ended(self, use: Use, found: Found) -> None:
+        """A use of `use.num_pages` pages ended at `use.time_s`, which took over those that were found."""
 
     def restored(self, use: Use, found: Found, facts: Mapping[str, int]) -> None:
-        """A use that ended at `use.time_s`, before this run, is known again, with those of its facts that were kept."""
+        """The same of a use that ended before this run and is known again, with those of its facts that were kept."""
+
+    def worth(self, page: Node, tier: int, now_s: float) -> float:
+        """What a page would be worth in a tier now."""
 
     def worths(self, pages: Sequence[Node], tier: int, now_s: float) -> npt.NDArray[np.float64]:
-        """What each page would be worth in a tier now: float64 [pages]."""
+        """The same of many: float64 [pages]."""
 
 
 class LeastRecent:
@@ -133,17 +136,21 @@ class LeastRecent:
     def __init__(self) -> None:
         self._num_uses = 0
 
-    def ended(self, use: Use, found: Found, now_s: float) -> None:  # noqa: ARG002 # as the protocol has it
+    def ended(self, use: Use, found: Found) -> None:  # noqa: ARG002 # as the protocol has it
         """Numbers the use."""
         self._num_uses += 1
         use.serial = self._num_uses
 
     def restored(self, use: Use, found: Found, facts: Mapping[str, int]) -> None:  # noqa: ARG002
         """Numbers the use: the order of the calls is the order of the times."""
-        self.ended(use, found, use.time_s)
+        self.ended(use, found)
+
+    def worth(self, page: Node, tier: int, now_s: float) -> float:  # noqa: ARG002
+        """The order of the pages' uses."""
+        return float(page.use.serial)
 
     def worths(self, pages: Sequence[Node], tier: int, now_s: float) -> npt.NDArray[np.float64]:  # noqa: ARG002
-        """The order of the pages' uses."""
+        """The same of many."""
         return np.array([page.use.serial for page in pages], np.float64)
 
 
@@ -157,10 +164,9 @@ class Residency:
         self.prices = prices or Prices()
         self.reuse = ReuseModel()
 
-    def ended(self, use: Use, found: Found, now_s: float) -> None:
+    def ended(self, use: Use, found: Found) -> None:
         """Tells the model which uses were continued, and the facts of this one."""
-        use.time_s = now_s
-        use.known_pages, use.turn, use.repeats = self._continue(found, now_s)
+        use.known_pages, use.turn, use.repeats = self._continue(found, use.time_s)
         self._add(use)
 
     def restored(self, use: Use, found: Found, facts: Mapping[str, int]) -> None:
@@ -200,8 +206,15 @@ class Residency:
             return 1.0
         return self.reuse.chance(LAST_PAGE_CELL if use.at_last_page(page) else use.cell, now_s - use.time_s)
 
-    def worths(self, pages: Sequence[Node], tier: int, now_s: float) -> npt.NDArray[np.float64]:
+    def worth(self, page: Node, tier: int, now_s: float) -> float:
         """Seconds saved per second and byte, times priority; infinite for what is pinned."""
+        use: Use = page.use
+        rate = self.reuse.rate(LAST_PAGE_CELL if use.at_last_page(page) else use.cell, now_s - use.time_s)
+        worth = rate * self.prices.saved_s(tier, page.depth_pages - 1) / self.prices.page_bytes[tier]
+        return worth if use.standing is DEFAULT_STANDING else self._asked(use.standing, page, worth, tier, now_s)
+
+    def worths(self, pages: Sequence[Node], tier: int, now_s: float) -> npt.NDArray[np.float64]:
+        """The same of many."""
         uses: list[Use] = [page.use for page in pages]
         cells = [
             LAST_PAGE_CELL if 1 < use.num_pages == page.depth_pages else use.cell for use, page in zip(uses, pages, strict=True)

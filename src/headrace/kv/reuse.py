@@ -24,6 +24,7 @@ Pure: time is the caller's, nothing is drawn at random. Knows no pages, tiers or
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,6 +55,9 @@ MAX_TRACKED_USES = 1 << 16
 _TURNS, _SIZES, _ANSWERS, _REPEATS, _DEPTHS = 4, 11, 13, 5, 6
 _FACTS = 7  # of the table below; the last two are a pair and the kind
 _WIDTH = 64  # values of a fact, with room between those of use and those of last pages
+GITTINS_CELLS = 64
+"""Cells at a time: as many as keep the chords between all ages in the cache."""
+_LATER = np.arange(NUM_AGES + 1) > np.arange(NUM_AGES)[:, None]  # [age, b]
 LAST_PAGE_CELL = 0
 """The cell of last pages: mostly only partly filled, they are continued differently from the pages before."""
 
@@ -82,6 +86,7 @@ class ReuseModel:
             widths[age] = max(FIRST_AGE_S, (AGE_GROWTH - 1) * widths[:age].sum())
         self._widths_s = widths
         self._ends_s = np.cumsum(widths)
+        self._bounds_s: list[float] = self._ends_s.tolist()
         self._cells: dict[tuple[int, ...], int] = {}
         self._facts = np.zeros((64, _FACTS), np.int64)
         self._reached = np.zeros((64, NUM_AGES))
@@ -156,7 +161,10 @@ class ReuseModel:
 
     def rate(self, cell: int, age_s: float) -> float:
         """`rates` of one."""
-        return float(self.rates(np.array([cell]), np.array([age_s]))[0])
+        if self._fitted[cell] != self._fit:
+            self._rates[cell] = self._gittins(np.array([cell]))[0]
+            self._fitted[cell] = self._fit
+        return float(self._rates[cell, self._bucket(age_s)])
 
     def chance(self, cell: int, age_s: float) -> float:
         """Probability that a use that got to this age without having been continued will be, before it is beyond all ages.
@@ -186,7 +194,7 @@ class ReuseModel:
         return cell
 
     def _bucket(self, age_s: float) -> int:
-        return int(np.searchsorted(self._ends_s, age_s, side="right"))
+        return bisect_right(self._bounds_s, age_s)
 
     def _count_survivors(self, now_s: float) -> None:
         """Counts every use that got beyond a bucket as having reached it; forgets those that got beyond all."""
@@ -240,9 +248,12 @@ class ReuseModel:
         kept_s = np.cumsum(self._widths_s * (alive[:, :-1] + alive[:, 1:]) / 2, axis=1)
         kept_s = np.concatenate([np.zeros((len(cells), 1)), kept_s], axis=1)  # A at bucket starts
         rates = np.empty((len(cells), NUM_AGES + 1))
-        for age in range(NUM_AGES):
-            chords = (alive[:, age, None] - alive[:, age + 1 :]) / (kept_s[:, age + 1 :] - kept_s[:, age, None])
-            rates[:, age] = chords.max(axis=1)
+        for start in range(0, len(cells), GITTINS_CELLS):  # [cells, age, b]
+            some = slice(start, start + GITTINS_CELLS)
+            lost = alive[some, :-1, None] - alive[some, None, :]
+            spent_s = kept_s[some, None, :] - kept_s[some, :-1, None]
+            chords = np.divide(lost, spent_s, out=np.zeros_like(lost), where=_LATER)
+            rates[some, :NUM_AGES] = chords.max(axis=2)
         rates[:, NUM_AGES] = rates[:, NUM_AGES - 1] / 2
         return rates
 

@@ -79,7 +79,7 @@ def _replay(requests: Sequence[TraceRequest], capacities: Sequence[int], policy:
     for request in requests:
         ids = request.block_ids
         match = tree.match(ids)
-        found = len(match.nodes)
+        found = match.num_pages
         num_blocks += len(ids)
         moves, _ = placement.record(
             ids,
@@ -88,15 +88,16 @@ def _replay(requests: Sequence[TraceRequest], capacities: Sequence[int], policy:
             num_answer_tokens=request.num_answer_tokens,
             now_s=request.time_s,
         )
+        hits[0] += found
         for move in moves:
-            hits[move.from_tier] += 1
-        hits[0] += found - len(moves)
-        promoted += len(moves)
+            hits[move.from_tier] += len(move.pages)
+            hits[0] -= len(move.pages)
+            promoted += len(move.pages)
         for move in placement.make_room(request.time_s):
             if move.to_tier is None:
-                dropped += 1
+                dropped += len(move.pages)
             else:
-                written += 1
+                written += len(move.pages)
     return SimulationResult(policy, len(requests), num_blocks, tuple(hits), promoted, written, dropped)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 import threading
@@ -66,6 +67,7 @@ __all__ = [
 ]
 
 _OPENED_AT_ONCE = 64
+_NUMBERS = itertools.count(1)  # of the runs that this process has written, whichever store
 _PROBLEMS_MAX = 1000
 _RECENT_S = 1.0  # a folder that changed so short ago may change again without a new time
 
@@ -102,7 +104,6 @@ class DiskStore:
         self._ids: dict[str, int] = {}  # by file name
         self._ignored: set[str] = set()  # names of files that cannot be used, or are not for others yet
         self._next_id = 1
-        self._num_written = 0
         self._listed_ns = -1
         self._elsewhere: dict[bytes, Path] | None = None
         self._readers = RunReaders()
@@ -164,6 +165,8 @@ class DiskStore:
         self._listed_ns = changed_ns if abs(self._clock() - changed_s) > _RECENT_S else -1
         with self._guard:
             removed = [self._ids.pop(name) for name in before - names if name in self._ids]
+            for run_id in removed:
+                self._runs.pop(run_id, None)
             new = names - self._ids.keys() - self._ignored
         for run_id in removed:  # by others: an open file would keep its room
             self._readers.forget(run_id)
@@ -417,8 +420,7 @@ class DiskStore:
         """
         milliseconds = int(self._clock() * 1000)
         while True:
-            self._num_written += 1
-            name = f"{milliseconds:x}-{os.getpid():x}-{self._num_written:x}{RUN}"
+            name = f"{milliseconds:x}-{os.getpid():x}-{next(_NUMBERS):x}{RUN}"
             path = self.key_folder / name
             partial = self.key_folder / f"{name}{files.PARTIAL}"
             if not (os.path.lexists(path) or os.path.lexists(partial)):

@@ -1,7 +1,7 @@
 """The prefix tree: which pasts are known, page by page.
 
 A node is one page: at most `page_tokens` tokens on top of its parent's. Only the last page of a path may be partly
-filled, so only leaves are. Paths that share a beginning share its nodes:
+filled, so only leaves are. Paths that share a beginning share its nodes; `stretch.py` is how they are stored.
 
     root ─ [the system prompt] ─┬─ [first question, page 1] ─ [page 2, partly filled]
                                 └─ [other question]
@@ -20,71 +20,44 @@ removed is remembered for a while by fingerprints, so that a miss has a reason.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, repeat, takewhile
 from typing import Any, Literal, NamedTuple
 
+from headrace.kv.stretch import Node, Stretch, Tokens, chain, common_tokens, paged
+
+__all__ = ["Evicted", "Match", "Miss", "MissReason", "Node", "PrefixTree", "Stretch", "Tokens", "common_tokens"]
+
 DEFAULT_REMEMBERED = 1 << 16
-"""Removed pages that are remembered: about 160 bytes each."""
+"""Removed pages that are remembered: 150 bytes each, half of it where many were removed at once."""
 
-Tokens = tuple[int, ...]
 MissReason = Literal["first seen", "diverged", "evicted"]
-
-
-class Node:
-    """One page of a known past. Made, moved and removed by its tree only; `page` and `use` are the caller's."""
-
-    __slots__ = (
-        "children",
-        "depth_pages",
-        "fingerprint",
-        "num_tier_children",
-        "order",
-        "page",
-        "parent",
-        "pins",
-        "tier",
-        "tokens",
-        "use",
-    )
-
-    def __init__(self, tokens: Tokens, parent: Node | None, page: Any, tier: int) -> None:
-        self.tokens = tokens
-        self.parent = parent
-        self.page = page
-        self.tier = tier
-        self.use: Any = None
-        self.pins = 0
-        self.children: dict[Tokens, Node] = {}
-        self.order: list[Tokens] | None = None  # keys of the children, sorted; made when there are two
-        self.num_tier_children = 0  # children in the same tier
-        if parent is None:
-            self.depth_pages, self.fingerprint = 0, 0
-        else:
-            self.depth_pages, self.fingerprint = parent.depth_pages + 1, hash((parent.fingerprint, tokens))
-
-    def path(self) -> list[Node]:
-        """The nodes from the first page to this one."""
-        nodes = []
-        node = self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
 
 
 @dataclass(frozen=True)
 class Match:
-    """The longest known past of some tokens: the pages `nodes`, then the first `partial_tokens` tokens of the page `partial`.
+    """The longest known past of some tokens: whole pages up to `last`, then the first `partial_tokens` tokens of `partial`.
 
-    The last of `nodes` is partly filled if the tokens end exactly where it does.
+    `last` is the root if there are none; it is partly filled if the tokens end exactly where it does.
     """
 
-    nodes: list[Node]
+    last: Node
     partial: Node | None
     partial_tokens: int
     num_tokens: int
+
+    @property
+    def num_pages(self) -> int:
+        """Pages up to `last`."""
+        return self.last.depth_pages
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        """The pages up to `last`, as they were when first asked for."""
+        return self.last.path()
 
 
 class Evicted(NamedTuple):
@@ -114,131 +87,161 @@ class PrefixTree:
     def __init__(self, page_tokens: int, *, remembered: int = DEFAULT_REMEMBERED) -> None:
         assert page_tokens > 0
         self.page_tokens = page_tokens
-        self.root = Node((), None, None, 0)
+        self._trunk = Stretch(page_tokens, 0, 0, None, [], [], [])
+        self.root = self._trunk.node(0)
         self.num_nodes = 0
         self._remembered = remembered
         self._evicted: dict[int, Evicted] = {}  # by fingerprint, oldest first
 
-    def split(self, tokens: Sequence[int]) -> Iterator[Tokens]:
+    def split(self, tokens: Sequence[int]) -> list[Tokens]:
         """The tokens page by page; the last may be partly filled."""
-        whole = len(tokens) // self.page_tokens * self.page_tokens
-        yield from zip(*[iter(tokens)] * self.page_tokens, strict=False)
-        if whole < len(tokens):
-            yield tuple(tokens[whole:])
+        return paged(tokens, self.page_tokens)
 
     # look
 
     def match(self, tokens: Sequence[int]) -> Match:
         """The longest known past. Touches nothing."""
-        node = self.root
-        nodes: list[Node] = []
-        add = nodes.append
-        for key in zip(*[iter(tokens)] * self.page_tokens, strict=False):
-            child = node.children.get(key)
-            if child is None:
-                break
-            add(child)
-            node = child
-        num_tokens = len(nodes) * self.page_tokens
-        rest = tuple(tokens[num_tokens : num_tokens + self.page_tokens])
-        if rest in node.children:
-            return Match([*nodes, node.children[rest]], None, 0, len(tokens))
-        partial, common = self._nearest(node, rest) if self.page_tokens > 1 else (None, 0)
-        return Match(nodes, partial, common, num_tokens + common)
+        tokens = list(tokens)
+        page_tokens, num_tokens = self.page_tokens, len(tokens)
+        stretch, at = self._trunk, 0
+        while (child := stretch.children.get(tuple(tokens[at : at + page_tokens]))) is not None:
+            there = tokens[at : at + len(child.tokens)]
+            if there == child.tokens and (at + len(there) == num_tokens or not len(there) % page_tokens):
+                stretch, at = child, at + len(there)
+                continue
+            num_pages, common = divmod(common_tokens(there, child.tokens), page_tokens)
+            depth = child.start + num_pages
+            partial = child.node(depth + 1) if common else None
+            return Match(child.node(depth), partial, common, at + num_pages * page_tokens + common)
+        partial, common = self._nearest(stretch, tuple(tokens[at : at + page_tokens])) if page_tokens > 1 else (None, 0)
+        return Match(stretch.node(stretch.end), partial, common, at + common)
 
     def explain(self, tokens: Sequence[int], match: Match) -> Miss | None:
         """Why the rest of the tokens was not found, as things stand since `match`; None if nothing is missing."""
         if match.num_tokens == len(tokens):
             return None
-        start = len(match.nodes) * self.page_tokens
-        node = match.nodes[-1] if match.nodes else self.root
+        start = match.num_pages * self.page_tokens
+        node = match.last
         evicted = self._evicted.get(hash((node.fingerprint, tuple(tokens[start : start + self.page_tokens]))))
         if evicted is not None:
             return Miss("evicted", match.num_tokens, evicted=evicted)
         known: Tokens = ()
         if match.partial is not None:
             known = match.partial.tokens[match.partial_tokens :]
-        elif node.children and match.num_tokens:
-            known = next(reversed(node.children))  # the newest of those that share nothing
+        elif match.num_tokens:
+            known = next(reversed(node.children), ())  # the newest of those that share nothing
         return Miss("diverged", match.num_tokens, known_tokens=known) if known else Miss("first seen", match.num_tokens)
+
+    def fingerprints(self, parent: Node, tokens: Sequence[int]) -> list[int]:
+        """What pages behind one are remembered by, once they are removed."""
+        return chain(parent.fingerprint, paged(tokens, self.page_tokens))
 
     def recall(self, tokens: Sequence[int], match: Match) -> list[Evicted]:
         """What is remembered of the pages behind a match, in their order, up to the first that is not."""
-        fingerprint = match.nodes[-1].fingerprint if match.nodes else self.root.fingerprint
-        found = []
-        for key in self.split(tokens[len(match.nodes) * self.page_tokens :]):
-            fingerprint = hash((fingerprint, key))
-            evicted = self._evicted.get(fingerprint)
-            if evicted is None:
-                break
-            found.append(evicted)
-        return found
+        return self.recalled(self.fingerprints(match.last, tokens[match.num_pages * self.page_tokens :]))
+
+    def recalled(self, fingerprints: Sequence[int]) -> list[Evicted]:
+        """What is remembered by fingerprints, up to the first by which nothing is."""
+        evicted = self._evicted
+        return list(map(evicted.__getitem__, takewhile(evicted.__contains__, fingerprints)))
+
+    def nodes(self) -> Iterator[Node]:
+        """All pages, each before those behind it. The tree must not change meanwhile."""
+        for stretch in self._below(self._trunk):
+            yield from (stretch.node(depth) for depth in range(stretch.start + 1, stretch.end + 1))
 
     # change
 
     def insert(self, parent: Node, tokens: Tokens, page: Any, *, tier: int = 0) -> Node:
         """A new page on top of a whole one."""
         assert 0 < len(tokens) <= self.page_tokens, "a page holds 1 to page_tokens tokens"
-        assert parent.parent is None or len(parent.tokens) == self.page_tokens, "a partly filled page has no children"
-        assert tokens not in parent.children, "the page is known already"
-        assert parent.parent is None or parent.tier <= tier, "a child is never nearer than its parent"
-        node = Node(tokens, parent, page, tier)
-        self._attach(node)
-        self.num_nodes += 1
-        if node.fingerprint in self._evicted:
-            del self._evicted[node.fingerprint]
-        return node
+        return self.insert_path(parent, tokens, [page], None, tier=tier)
 
-    def insert_path(self, parent: Node, tokens: Sequence[int], pages: Sequence[Any], use: Any, *, tier: int = 0) -> Node:
-        """New pages behind one, all in one tier and of one use; the last of them, or the one itself if there are none."""
-        node = parent
-        for key, page in zip(self.split(tokens), pages, strict=True):
-            if node is parent:
-                child = self.insert(node, key, page, tier=tier)
-            else:  # the first child of its parent, and in its tier
-                child = Node(key, node, page, tier)
-                node.children[key] = child
-                node.num_tier_children = 1
-                if child.fingerprint in self._evicted:
-                    del self._evicted[child.fingerprint]
-            child.use = use
-            node = child
-        self.num_nodes += max(0, len(pages) - 1)
-        return node
+    def insert_path(
+        self,
+        parent: Node,
+        tokens: Sequence[int],
+        pages: Sequence[Any],
+        use: Any,
+        *,
+        tier: int = 0,
+        fingerprints: list[int] | None = None,
+    ) -> Node:
+        """New pages behind one, all in one tier and of one use; the last of them, or the one itself if there are none.
+
+        `fingerprints` are theirs, if they are known already.
+        """
+        if fingerprints is None:
+            fingerprints = self.fingerprints(parent, tokens)
+        assert len(pages) == len(fingerprints), "as many pages as the tokens fill"
+        if not pages:
+            return parent
+        stretch, depth = parent.stretch, parent.depth_pages
+        assert not depth or len(parent.tokens) == self.page_tokens, "a partly filled page has no children"
+        assert not depth or stretch.tier <= tier, "a child is never nearer than its parent"
+        added = Stretch(self.page_tokens, depth, tier, use, list(tokens), list(pages), fingerprints)
+        if depth < stretch.end:
+            assert added.key not in parent.children, "the page is known already"
+            stretch.split(depth)
+        assert added.key not in stretch.children, "the page is known already"
+        stretch.attach(added)
+        stretch = stretch.join()
+        self.num_nodes += len(pages)
+        for fingerprint in filter(self._evicted.__contains__, fingerprints):
+            del self._evicted[fingerprint]
+        return (stretch if stretch.end == depth + len(pages) else added).node(depth + len(pages))
 
     def extend(self, node: Node, tokens: Tokens) -> None:
         """More tokens for a partly filled page, written by its only owner."""
-        assert node.parent is not None
-        assert not node.children
+        stretch, parent = node.stretch, node.parent
+        assert parent is not None
+        assert node.depth_pages == stretch.end
+        assert not stretch.children
         longer = node.tokens + tokens
         assert len(longer) <= self.page_tokens, "the page is full"
-        assert longer not in node.parent.children, "the page is known already"
-        self._detach(node)
-        node.tokens, node.fingerprint = longer, hash((node.parent.fingerprint, longer))
-        self._attach(node)
-        self._evicted.pop(node.fingerprint, None)
+        assert longer not in parent.children, "the page is known already"
+        before = stretch.parent if len(stretch.pages) == 1 else None
+        if before is not None:
+            before.detach(stretch)  # which has it by its tokens
+        stretch.tokens += tokens
+        stretch.fingerprints[-1] = hash((parent.fingerprint, longer))
+        if before is not None:
+            before.attach(stretch)
+        self._evicted.pop(stretch.fingerprints[-1], None)
 
     def remove(self, node: Node, now_s: float) -> Any:
         """Forgets a leaf that nobody has pinned; gives its page back."""
         assert node.parent is not None, "the root stays"
-        assert not node.children, "pages behind it would be lost"
+        assert node.depth_pages == node.stretch.end, "pages behind it would be lost"
         assert node.pins == 0, "the page is pinned"
-        self._detach(node)
-        self.num_nodes -= 1
-        evicted = self._evicted
-        evicted[node.fingerprint] = Evicted(node.tier, now_s, node.use)
-        if len(evicted) > self._remembered:
-            del evicted[next(iter(evicted))]
-        node.parent = None
-        return node.page
+        return self.remove_tail(node.stretch, 1, now_s)[0]
+
+    def remove_tail(self, stretch: Stretch, count: int, now_s: float) -> list[Any]:
+        """Forgets the last pages of a stretch, none of them pinned and none behind; gives them back in their order."""
+        assert not stretch.children, "pages behind it would be lost"
+        pages, fingerprints = stretch.cut(count)
+        self.num_nodes -= count
+        self._evicted.update(zip(reversed(fingerprints), repeat(Evicted(stretch.tier, now_s, stretch.use))))
+        for fingerprint in list(islice(self._evicted, max(0, len(self._evicted) - self._remembered))):
+            del self._evicted[fingerprint]
+        return pages
+
+    def subtree(self, node: Node) -> list[Stretch]:
+        """The stretches of a page and all behind it, each before those behind it."""
+        stretch = node.stretch
+        if node.depth_pages - 1 > stretch.start:
+            stretch = stretch.split(node.depth_pages - 1)
+        return [stretch, *self._below(stretch)]
 
     def remove_subtree(self, node: Node, now_s: float) -> list[Any]:
         """Forgets a page and all behind it, none of them pinned; gives the pages back, each after those behind it."""
-        doomed = [node]
-        for each in doomed:
-            doomed.extend(each.children.values())
-        assert not any(each.pins for each in doomed), "a page behind is pinned"
-        return [self.remove(each, now_s) for each in reversed(doomed)]
+        assert node.parent is not None, "the root stays"
+        doomed = self.subtree(node)
+        assert not any(each.pins for stretch in doomed for each in stretch.nodes.values()), "a page behind is pinned"
+        pages = []
+        for stretch in reversed(doomed):
+            pages += reversed(self.remove_tail(stretch, len(stretch.pages), now_s))
+        return pages
 
     def move(self, node: Node, tier: int, page: Any) -> None:
         """The page now lies in another tier, as `page`. From there on no child may be nearer, nor the parent farther."""
@@ -246,12 +249,47 @@ class PrefixTree:
         assert parent is not None
         assert parent.parent is None or parent.tier <= tier, "a child is never nearer than its parent"
         assert all(child.tier >= tier for child in node.children.values()), "pages leave a tier from the tips on"
-        if parent.tier == node.tier:
-            parent.num_tier_children -= 1
-        node.tier, node.page = tier, page
-        if parent.tier == tier:
-            parent.num_tier_children += 1
-        node.num_tier_children = sum(child.tier == tier for child in node.children.values())
+        stretch = node.isolate()
+        stretch.pages[0] = page
+        stretch.set_tier(tier)
+        self.join([stretch])
+
+    def move_tail(self, stretch: Stretch, count: int, tier: int) -> list[Any]:
+        """The last pages of a stretch move to a tier farther away; the pages in their order."""
+        assert stretch.tier < tier
+        assert all(child.tier >= tier for child in stretch.children.values()), "pages leave a tier from the tips on"
+        if count < len(stretch.pages):
+            stretch = stretch.split(stretch.end - count)
+        pages = stretch.pages[:]
+        stretch.set_tier(tier)
+        self.join([stretch])
+        return pages
+
+    def stretches(self, last: Node) -> list[Stretch]:
+        """The stretches of the path that ends with a page, from the first on; they are split there.
+
+        The caller may change uses and, keeping to the order, tiers; then it should `join` them.
+        """
+        stretch = last.stretch
+        if last.depth_pages < stretch.end:
+            stretch.split(last.depth_pages)
+        found = []
+        while stretch.parent is not None:
+            found.append(stretch)
+            stretch = stretch.parent
+        return found[::-1]
+
+    @staticmethod
+    def join(stretches: Sequence[Stretch]) -> None:
+        """Joins stretches that follow each other, the one before and the one behind, where they are alike."""
+        stretch = stretches[0].parent if stretches else None
+        if stretch is None:
+            return
+        for following in stretches:
+            end = following.end
+            joined = stretch.join()
+            stretch = joined if joined.end == end else following
+        stretch.join()
 
     def pin(self, node: Node) -> None:
         """Keeps a page, and with it all pages before. A fork of a session is one more pin of its last page."""
@@ -263,72 +301,37 @@ class PrefixTree:
         node.pins -= 1
 
     def check(self) -> None:
-        """Asserts the invariants above, for every node."""
-        count, stack = 0, [self.root]
-        while stack:
-            node = stack.pop()
-            keys = list(node.children)
-            assert node.order is None or node.order == sorted(keys)
-            assert node.order is not None or len(keys) < 2 or self.page_tokens == 1
-            assert node.num_tier_children == sum(child.tier == node.tier for child in node.children.values())
-            for key, child in node.children.items():
-                assert child.tokens == key
-                assert child.parent is node
-                assert 0 < len(key) <= self.page_tokens
-                assert len(key) == self.page_tokens or not child.children
-                assert child.depth_pages == node.depth_pages + 1
-                assert child.fingerprint == hash((node.fingerprint, key))
-                assert child.fingerprint not in self._evicted
-                assert child.tier >= node.tier
-                assert child.pins >= 0
-                stack.append(child)
-                count += 1
+        """Asserts the invariants above, for every page."""
+        count = 0
+        for stretch in [self._trunk, *self._below(self._trunk)]:
+            stretch.check()
+            assert self._evicted.keys().isdisjoint(stretch.fingerprints)
+            count += len(stretch.pages)
         assert count == self.num_nodes
         assert len(self._evicted) <= self._remembered
 
-    def _attach(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        parent.children[node.tokens] = node
-        if parent.tier == node.tier:
-            parent.num_tier_children += 1
-        if self.page_tokens > 1:  # pages of one token have no parts to find
-            if parent.order is not None:
-                insort(parent.order, node.tokens)
-            elif len(parent.children) > 1:
-                parent.order = sorted(parent.children)
-
-    def _detach(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.tokens]
-        if parent.tier == node.tier:
-            parent.num_tier_children -= 1
-        if parent.order is not None:
-            del parent.order[bisect_left(parent.order, node.tokens)]
+    @staticmethod
+    def _below(stretch: Stretch) -> list[Stretch]:
+        """All stretches behind one, each before those behind it."""
+        found = list(stretch.children.values())
+        for each in found:
+            found.extend(each.children.values())
+        return found
 
     @staticmethod
-    def _nearest(node: Node, tokens: Tokens) -> tuple[Node | None, int]:
-        """The child that shares the longest beginning with the tokens, and its length.
+    def _nearest(stretch: Stretch, tokens: Tokens) -> tuple[Node | None, int]:
+        """The page behind a stretch that shares the longest beginning with the tokens, and its length.
 
         In sorted order it stands right before or right after the place of the tokens.
         """
-        if node.order is None:
-            candidates = list(node.children)
+        if stretch.order is None:
+            candidates = list(stretch.children)
         else:
-            at = bisect_left(node.order, tokens)
-            candidates = node.order[max(0, at - 1) : at + 1]
+            at = bisect_left(stretch.order, tokens)
+            candidates = stretch.order[max(0, at - 1) : at + 1]
         best, best_common = None, 0
         for key in candidates:
             common = common_tokens(key, tokens)
             if common > best_common:
-                best, best_common = node.children[key], common
-        return best, best_common
-
-
-def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    for index, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return index
-    return min(len(one), len(other))
+                best, best_common = stretch.children[key], common
+        return (None if best is None else best.node(best.start + 1)), best_common
