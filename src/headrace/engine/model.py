@@ -266,7 +266,8 @@ class Model:
         Raises:
             OptionError: there is one, or the name cannot be used.
         """
-        if check_session_name(name) in self.session_names():
+        files = self._session_files
+        if check_session_name(name) in self._sessions or (files is not None and files.load(name) is not None):
             raise OptionError(f"there is a session {name!r} already: take another name")
         return self.session(name, system)
 

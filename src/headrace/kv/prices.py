@@ -16,6 +16,9 @@ FORGETTING = 0.98
 """Weight of all measurements so far when a new one comes: half is forgotten after 34 chunks."""
 MOVING_SHARE = 0.2
 """Weight of the newest read or write."""
+OUTLIER_RATIO = 4.0
+"""A measurement counts as no more, and no less, than so many times what was expected: a process that lost its core, or a disk
+that stalled once, must not decide what is done for the next minutes, and without being done nothing is measured again."""
 FEWEST_TOKENS = 8
 """Chunks of fewer tokens are bound by the weights and say nothing of a prefill."""
 
@@ -34,6 +37,9 @@ class PriceBook:
         if num_tokens < FEWEST_TOKENS or seconds <= 0:
             return
         x, y = past_tokens + num_tokens / 2, seconds / num_tokens
+        expected_s = self.compute_s(num_tokens, past_tokens)
+        if expected_s is not None:
+            y = _within(y, expected_s / num_tokens)
         news = (1.0, x, x * x, y, x * y)
         self._sums = [FORGETTING * old + num_tokens * new for old, new in zip(self._sums, news, strict=True)]
 
@@ -86,4 +92,8 @@ def _moved(old: float | None, num_bytes: int, seconds: float) -> float | None:
     if num_bytes <= 0 or seconds < 0:
         return old
     new = seconds / num_bytes
-    return new if old is None else old + MOVING_SHARE * (new - old)
+    return new if old is None else old + MOVING_SHARE * (_within(new, old) - old)
+
+
+def _within(measured: float, expected: float) -> float:
+    return min(max(measured, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
