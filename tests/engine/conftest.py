@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 
 from headrace.config import Config
-from headrace.engine.loading import load_weights
+from headrace.engine.loading import LoadedWeights, load_weights
 from headrace.engine.memory import MemorySettings
 from headrace.engine.model import Model
 from headrace.kernels.level import LEVELS, host_levels
@@ -56,17 +57,23 @@ def check_memory(model: Model) -> None:
     cache = model.cache
     cache.flush()
     cache.check()
-    stack, handles = list(cache.tree.root.children.values()), []
-    while stack:
-        node = stack.pop()
+    handles = []
+    for node in cache.tree.nodes():
         assert node.pins == 0
-        stack.extend(node.children.values())
         if node.page.handle is not None:
             handles.append(node.page.handle)
             assert cache.pool.owners(node.page.handle) == 1
     assert len(set(handles)) == len(handles)
     assert cache.pool.owned_bytes == sum(cache.pool.format_bytes[handle & 3] for handle in handles)
     assert cache.pool.reserved_bytes == 0
+
+
+@functools.lru_cache(maxsize=4)
+def _packed_once(path: Path) -> LoadedWeights:
+    """Weights with the digest of their file, for tests that open one file again and again."""
+    return dataclasses.replace(
+        load_weights(path, None, NullProgress()), digest=hashlib.sha256(path.read_bytes()).hexdigest()
+    )
 
 
 def open_model(
@@ -89,10 +96,11 @@ def open_model(
     """
     chosen = LEVELS[level] if level else host_levels()[-1]
     library = KernelLibrary(Config.from_environment().kernels_dir, chosen)
-    weights = load_weights(path, None, NullProgress())
     memory = None
-    if folder is not None or pages is not None or formats != ("f16",):
-        weights = dataclasses.replace(weights, digest=hashlib.sha256(path.read_bytes()).hexdigest())
+    if folder is None and pages is None and formats == ("f16",):
+        weights = load_weights(path, None, NullProgress())
+    else:
+        weights = _packed_once(path)
         memory = MemorySettings(
             folder=folder or Path("nowhere"),
             memory_bytes=None if pages is None else pages * page_bytes(weights.config),
@@ -125,6 +133,24 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModels
 def checked_memory() -> Callable[[Model], None]:
     """What `check_memory` does, for tests that cannot import it."""
     return check_memory
+
+
+@pytest.fixture
+def open_tiny(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Callable[..., Model]:
+    """Loads a tiny model of its own, with the options of `open_model`; closed after the test, if it is not by then."""
+
+    def load(spec: TinySpec, **options: object) -> Model:
+        model = open_model(tiny_models.path(spec), **options)  # type: ignore[arg-type]
+        request.addfinalizer(model.close)
+        return model
+
+    return load
+
+
+@pytest.fixture
+def open_path() -> Callable[..., Model]:
+    """What `open_model` does, for tests that cannot import it and close the model themselves."""
+    return open_model
 
 
 @pytest.fixture

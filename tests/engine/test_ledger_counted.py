@@ -21,10 +21,11 @@ from headrace.kernels.fields import matmul
 from headrace.kernels.level import host_levels
 from headrace.kernels.library import _KERNEL, KernelLibrary
 from headrace.kernels.packed import RECORD_BYTES
+from headrace.kernels.page_formats import F16, Q4, Q8
 from headrace.kernels.program import COMMIT, COMPUTE, NUM_BLOCKS
 from headrace.kernels.runtime import Program
 from headrace.model.graph import Product, greedy_graph
-from headrace.model.step import LedgerTotals, SequenceStep, StepLedger
+from headrace.model.step import PAGE_TOKENS, LedgerTotals, SequenceStep, StepLedger
 from headrace.weights.progress import NullProgress
 from tiny.models import TinySpec
 
@@ -111,7 +112,8 @@ class CountedModel:
         model, executor = self.model, self.model._executor
         packed = model._weights.packed
         regions = [("weight_bytes", packed.address, packed.address + len(packed.bytes))]
-        owners = [("kv", model._arena._memory), ("activation_bytes", executor.buffers.memory)]
+        owners = [("kv", arena.memory) for arena in model.cache.pool._arenas]
+        owners += [("activation_bytes", executor.buffers.memory)]
         owners += [("activation_bytes", memory) for memory in executor._angles._memories]
         owners += [("", program.memory), ("", executor.team._memory)]
         regions += [(name, *self._region(memory)[1:]) for name, memory in owners]
@@ -170,21 +172,45 @@ def counted(tiny_models: TinyModels) -> Iterator[dict[str, CountedModel]]:
 def test_ledger_declares_the_bytes_that_kernels_touch(
     counted: dict[str, CountedModel], name: str, step: Sequence[tuple[int, int, int]]
 ) -> None:
-    model = counted[name].model
+    _check_step(counted[name], step)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("step", [[(400, 1, 1)], [(270, 5, 5)], [(300, 1, 1), (64, 2, 2), (0, 5, 1)]], ids=str)
+@pytest.mark.parametrize("page_formats", [(Q8,), (Q4,), (Q4, Q8, F16)], ids=str)
+def test_ledger_declares_the_bytes_of_compressed_pages(
+    counted: dict[str, CountedModel], name: str, step: Sequence[tuple[int, int, int]], page_formats: tuple[int, ...]
+) -> None:
+    """Pages that new tokens do not go to have the formats in turn."""
+    _check_step(counted[name], step, page_formats)
+
+
+def _check_step(counted: CountedModel, step: Sequence[tuple[int, int, int]], page_formats: tuple[int, ...] = ()) -> None:
+    model = counted.model
+    pool = model.cache.pool
     # ids and positions are all different, so that no embedding row or angle is shared by two tokens
-    sequences, slices, batch = [], [], []
+    sequences, pages, slices, batch = [], [], [], []
     ids = iter(range(model.vocab_size))
     for past, new, outputs in step:
         sequence = model.sequence()
         sequence._reserve(past + new)
         sequences.append(sequence)
-        slices.append(Slice([next(ids) for _ in range(new)], past, sequence._addresses, outputs))
-        batch.append(SequenceStep(new, past, outputs))
+        formats = tuple(page_formats[i % len(page_formats)] for i in range(past // PAGE_TOKENS)) if page_formats else ()
+        addresses = sequence._addresses.copy()
+        for number, page_format in enumerate(formats):
+            page = pool.allocate(page_format)
+            assert page is not None
+            pages.append(page)
+            addresses[number] = pool.address(page)
+        slices.append(Slice([next(ids) for _ in range(new)], past, addresses, outputs))
+        batch.append(SequenceStep(new, past, outputs, page_formats=formats))
     model._executor.run(slices)
+    for page in pages:
+        pool.release(page)
     for sequence in sequences:
         sequence.close()
     rows = model.step_ledger.rows(batch)
-    found = counted[name].counts
+    found = counted.counts
     wrong = [
         f"{row.operation} {row.format} of layer {row.layer}: {kind} {getattr(row, kind)} declared, {counts[kind]} touched"
         for row, counts in zip(rows, found, strict=True)

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.kernels import reference
+from headrace.kernels import reference, reference_pages
 from headrace.kernels.fields import attention as fields_of_attention
 from headrace.kernels.packed import quantised_row_bytes
+from headrace.kernels.page_formats import F16, Q4, Q8, head_bytes
 from headrace.kernels.tables import (
     ENTRY_END_SEGMENT,
     ENTRY_KV_HEAD,
@@ -32,7 +33,7 @@ from headrace.kernels.tables import (
 GROUPS = (1, 2, 3, 4, 5, 8)  # query heads that share a KV head
 KERNELS = [*(f"attention:{group}" for group in GROUPS), "attention.commit", "merge", "merge.commit"]
 PAST_TOKENS = 700  # two segments and a part of the third
-LAYER_OFFSET = 192
+LAYER_HEADS = 3  # heads of the layers before
 ROUNDING = 2.0**-24
 
 
@@ -45,7 +46,7 @@ class Past:
     width: int
     page_tokens: int
     queries: np.ndarray  # [S, H, D]
-    keys: np.ndarray  # [S, G, D]
+    keys: np.ndarray  # [S, G, D], as the pages' formats have them
     values: np.ndarray
     page_table: np.ndarray
     pages: list[np.ndarray] = field(repr=False)
@@ -55,20 +56,36 @@ class Past:
         return self.group * self.kv_heads
 
 
-def _make_past(kernels: Any, rng: np.random.Generator, group: int, kv_heads: int, width: int, page_tokens: int = 32) -> Past:
+def _make_past(
+    kernels: Any,
+    rng: np.random.Generator,
+    group: int,
+    kv_heads: int,
+    width: int,
+    page_tokens: int = 32,
+    page_formats: tuple[int, ...] = (F16,),
+) -> Past:
+    """Pages have the formats in turn; the last page, which is not full, is f16."""
     heads = group * kv_heads
     padded = -(-PAST_TOKENS // page_tokens) * page_tokens
     keys, values = (rng.normal(size=(padded, kv_heads, width)).astype(np.float16) for _ in range(2))
     # what an earlier owner of the last page left behind must not matter
     keys[PAST_TOKENS:], values[PAST_TOKENS:] = reference.F16_LARGEST, -reference.F16_LARGEST
     queries = (rng.normal(size=(PAST_TOKENS, heads, width)) * 2 * width**-0.5).astype(np.float32)
-    pages = []
-    for start in range(0, padded, page_tokens):
+    pages, words, seen = [], [], []
+    for number, start in enumerate(range(0, padded, page_tokens)):
         chosen = slice(start, start + page_tokens)
+        page_format = page_formats[number % len(page_formats)] if start + page_tokens <= PAST_TOKENS else F16
         layer = reference.page_of(keys[chosen], values[chosen])
-        pages.append(kernels.array(np.concatenate([np.full(LAYER_OFFSET, 0x7F, np.uint8), layer])))
-    table = kernels.array([page.ctypes.data for page in pages], np.int64)
-    return Past(group, kv_heads, width, page_tokens, queries, keys[:PAST_TOKENS], values[:PAST_TOKENS], table, pages)
+        if page_format != F16:
+            layer = reference_pages.narrow(layer, page_format, kv_heads, width, page_tokens)
+        before = np.full(LAYER_HEADS * head_bytes(page_format, width, page_tokens), 0x7F, np.uint8)
+        pages.append(kernels.array(np.concatenate([before, layer])))
+        words.append(pages[-1].ctypes.data | page_format)
+        seen.append(reference_pages.widen(layer, page_format, kv_heads, width, page_tokens))
+    read_keys, read_values = (np.concatenate(part)[:PAST_TOKENS] for part in zip(*seen, strict=True))
+    table = kernels.array(words, np.int64)
+    return Past(group, kv_heads, width, page_tokens, queries, read_keys, read_values, table, pages)
 
 
 def _attend(
@@ -117,14 +134,14 @@ def _attend(
         fields_of_attention,
         len(entries),
         repeat=repeat,
-        scratch_bytes=scratch_rows * (size + 4 * width) + 4 * 4 * SEGMENT_TOKENS + 64 + 4 * 4 * width,
+        scratch_bytes=scratch_rows * (size + 4 * width) + 2 * 4 * 4 * SEGMENT_TOKENS + 64 + 4 * 4 * width,
         entries=kernels.array(np.stack(entries)),
         queries=queries,
         queries_stride=queries.strides[0],
         group=past.group,
         width=width,
         page_tokens=past.page_tokens,
-        layer_offset=LAYER_OFFSET,
+        layer_offset=LAYER_HEADS * head_bytes(F16, width, past.page_tokens),
         window=window,
         heads=heads,
     )
@@ -191,6 +208,44 @@ def test_attention_equals_softmax(
     result = _attend(kernels, past, [(position, position + 1) for position in EDGES], window=window)
     expected = reference.attention(past.queries[EDGES], past.keys, past.values, EDGES, window)
     assert np.abs(result - expected).max() <= _tolerance(past)
+
+
+FORMATS = {"q8": (Q8,), "q4": (Q4,), "mixed": (Q4, F16, Q8, Q4, Q8, F16, F16)}
+
+
+@pytest.mark.parametrize("page_formats", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(("group", "kv_heads", "width"), [(1, 2, 64), (3, 3, 32), (4, 1, 256), (3, 1, 96), (5, 1, 160)])
+def test_attention_over_compressed_pages_equals_softmax(
+    kernels: Any, rng: np.random.Generator, group: int, kv_heads: int, width: int, page_formats: tuple[int, ...]
+) -> None:
+    past = _make_past(kernels, rng, group, kv_heads, width, page_formats=page_formats)
+    for window in (0, 40, 300):
+        result = _attend(kernels, past, [(position, position + 1) for position in EDGES], window=window)
+        expected = reference.attention(past.queries[EDGES], past.keys, past.values, EDGES, window)
+        assert np.abs(result - expected).max() <= _tolerance(past)
+
+
+@pytest.mark.parametrize(("group", "kv_heads", "width"), [(1, 2, 64), (3, 1, 96), (4, 1, 256)])
+@pytest.mark.parametrize("window", [0, 200])
+def test_attention_over_compressed_pages_does_not_depend_on_chunks_or_splits(
+    kernels: Any, rng: np.random.Generator, group: int, kv_heads: int, width: int, window: int
+) -> None:
+    past = _make_past(kernels, rng, group, kv_heads, width, page_formats=FORMATS["mixed"])
+    chunks = [(0, 37), (240, 277), (500, 540), (690, 700)]
+    single = _attend(kernels, past, [(p, p + 1) for first, end in chunks for p in range(first, end)], window=window)
+    assert _attend(kernels, past, chunks, window=window, repeat=True).tobytes() == single.tobytes()
+    splits = ((0, 1), (1, 2), (2, 3))
+    assert _attend(kernels, past, chunks, window=window, splits=splits).tobytes() == single.tobytes()
+
+
+def test_attention_over_f16_pages_does_not_depend_on_their_neighbours(kernels: Any, rng: np.random.Generator) -> None:
+    """A window that holds f16 pages only gives the bits that it gives among f16 pages."""
+    state = rng.bit_generator.state
+    mixed = _make_past(kernels, rng, 3, 1, 64, page_formats=(Q8, Q4, *[F16] * 40))
+    rng.bit_generator.state = state
+    plain = _make_past(kernels, rng, 3, 1, 64)
+    found, expected = (_attend(kernels, past, [(600, 640)], window=500) for past in (mixed, plain))
+    assert found.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("page_tokens", [32, 64, 256])

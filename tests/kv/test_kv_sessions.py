@@ -87,7 +87,7 @@ def test_names_of_all_sorts_are_kept_apart(tmp_path: Path) -> None:
     assert sessions.all() == []
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.text(st.characters(), min_size=1, max_size=MAX_NAME_CHARACTERS),
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple),

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from headrace.kernels.page_formats import F16, Q4, Q8, used_bytes
 from headrace.model.step import (
     MAX_STEP_TOKENS,
+    PAGE_TOKENS,
     AttentionParts,
     LedgerTotals,
     SequenceStep,
@@ -30,10 +32,11 @@ SPECS = {
 }
 
 _parts = st.builds(
-    lambda new, past, outputs: SequenceStep(new, past, min(outputs, new)),
+    lambda new, past, outputs, formats: SequenceStep(new, past, min(outputs, new), page_formats=tuple(formats)),
     st.integers(1, 40),
     st.integers(0, 2000),
     st.integers(1, 4),
+    st.lists(st.sampled_from([F16, Q8, Q4]), max_size=8),
 )
 
 
@@ -81,6 +84,18 @@ def test_ledger_of_a_window_reads_its_pages_only(make_plan: Callable[..., Plan])
     # positions 968 to 1000 lie in two pages; the sixth layer sees all 32 pages
     assert [row.kv_read_bytes // per_token for row in attention] == [64] * 5 + [1024]
     assert [row.macs // (2 * plan.config.heads * plan.config.head_width) for row in attention] == [33] * 5 + [1001]
+
+
+def test_ledger_counts_the_bytes_of_each_pages_format(make_plan: Callable[..., Plan]) -> None:
+    """1000 tokens of the past lie in 32 pages; a window of 100 sees the last 4 of them."""
+    plan = make_plan(TinySpec("gemma3", layers=6, window=100))
+    config = plan.config
+    f16, q8, q4 = (config.kv_heads * used_bytes(each, config.head_width, PAGE_TOKENS) for each in (F16, Q8, Q4))
+    assert f16 > q8 > q4
+    formats = (*[Q4] * 20, *[Q8] * 10)  # and f16 from there on
+    rows = StepLedger(config, plan.graph, 1).rows([SequenceStep(1, 1000, page_formats=formats)])
+    read = [row.kv_read_bytes for row in rows if row.operation == "attention"]
+    assert read == [2 * q8 + 2 * f16] * 5 + [20 * q4 + 10 * q8 + 2 * f16]
 
 
 def test_attention_is_shared_out_over_all_tokens_and_segments(make_plan: Callable[..., Plan]) -> None:

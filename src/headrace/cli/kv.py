@@ -112,6 +112,8 @@ def clear(
     as_json: o.AsJson = False,
 ) -> None:
     """Delete the pages that are kept; what is needed again is computed again."""
+    from headrace.kv.inventory import clear as remove_all
+
     found = _inventory(kv_dir)
     keys = select_keys(found.keys, model)
     digests = {key.key.model_digest for key in keys if key.key is not None}
@@ -120,7 +122,7 @@ def clear(
     what += f" and {_sessions(num_sessions)}" if num_sessions else ""
     if not yes and at_terminal() and not typer.confirm(f"Delete {what} of the past in {found.folder}?", err=True):
         raise typer.Exit
-    freed_bytes = _clear(found, keys, model, with_sessions=sessions)
+    freed_bytes = remove_all(found.folder, model=model, with_sessions=sessions)
     if as_json:
         _write({"kv_dir": found.folder, "freed_bytes": freed_bytes, "deleted_sessions": num_sessions})
     else:
@@ -219,19 +221,6 @@ def _set_pinned(name: str, model: str | None, kv_dir: Path | None, *, pinned: bo
         _write({"name": name, "pinned": pinned})
     else:
         sys.stdout.write(f"session {name!r} is {'pinned' if pinned else 'no longer pinned'}\n")
-
-
-def _clear(found: Inventory, keys: list[KeyInventory], model: str | None, *, with_sessions: bool) -> int:
-    """Removes pages, and sessions if they are to go as well; the bytes freed."""
-    if with_sessions:
-        from headrace.kv.inventory import clear as remove_all
-
-        return remove_all(found.folder, model=model)
-    from headrace.kv.folder import PARTIAL, list_files, remove_file
-    from headrace.kv.runs import RUN
-
-    pages = [file for key in keys for file in list_files(key.folder) if file.name.endswith((RUN, PARTIAL))]
-    return sum(file.num_bytes for file in pages if remove_file(file.path))
 
 
 def _folder(kv_dir: Path | None) -> Path:

@@ -54,12 +54,19 @@ class ColdPages:
     formats: Words | None = None
 
 
+class Arriving(Protocol):
+    """Pages of a sequence that are read, layer by layer, into memory of theirs while a step runs."""
+
+    def wait_for(self, layer: int) -> None:
+        """Waits until one layer of all of them is there; raises if it will never be."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """New tokens of one sequence: their ids, how many tokens are known before them, and the addresses of its pages.
 
     `num_outputs` logits rows are wanted, for the last tokens of the slice. The addresses of `cold` pages, if there are
-    any, are not used.
+    any, are not used; those of pages that are `arriving` are.
     """
 
     token_ids: Sequence[int]
@@ -67,6 +74,7 @@ class Slice:
     page_addresses: Words
     num_outputs: int = 1
     cold: ColdPages | None = None
+    arriving: Arriving | None = None
 
 
 def attention_numbers(graph: Sequence[Operation], windows: Sequence[int]) -> dict[int, npt.NDArray[np.intp]]:

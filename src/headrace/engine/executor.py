@@ -58,21 +58,21 @@ class Executor:
         self.streaming = StreamRunner(config, graph, self._records, self._tables, states, self.team)
 
     def run(self, slices: Sequence[Slice]) -> npt.NDArray[np.float32]:
-        """Runs one step of at most MAX_STEP_TOKENS tokens; pages may be cold in a step of one slice.
+        """Runs one step of at most MAX_STEP_TOKENS tokens; pages may be cold or arriving in a step of one slice.
 
         Returns:
             Logits of the wanted tokens, float32 [outputs, V]: a view that the next step overwrites.
 
         Raises:
-            PageLostError: a cold page could not be read. The step may be repeated.
+            PageLostError: a page could not be read. The step may be repeated.
         """
         tokens = sum(len(part.token_ids) for part in slices)
         outputs = sum(part.num_outputs for part in slices)
         assert 0 < tokens <= MAX_STEP_TOKENS
         assert 0 < outputs <= MAX_STEP_OUTPUTS
         self._angles.cover(max(part.past_tokens + len(part.token_ids) for part in slices))
-        if any(part.cold is not None for part in slices):
-            assert len(slices) == 1, "only a step of one slice can have cold pages"
+        if any(part.cold is not None or part.arriving is not None for part in slices):
+            assert len(slices) == 1, "only a step of one slice can wait for pages"
             self._last_streamed = self.streaming.run(slices[0])
             return self.buffers.logits(outputs, self._config.vocabulary)
         program = self._free_program((tokens, outputs))

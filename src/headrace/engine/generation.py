@@ -65,7 +65,7 @@ class Generation(Iterator[Piece]):
         self._detokenizer = StreamingDetokenizer(tokenizer, plan.stop)
         self._cancelled = False
         self.failed = False
-        self._cached_tokens = 0 if plan.recalls else sequence.num_tokens
+        self._kept_tokens = 0 if plan.recalls else sequence.num_tokens
         self._past: Past | None = None
         self._history = list(plan.prompt_ids)
         self._token_ids: list[int] = []
@@ -117,6 +117,13 @@ class Generation(Iterator[Piece]):
             reuse=self._reuse(),
         )
 
+    @property
+    def _cached_tokens(self) -> int:
+        """Tokens of the prompt that were not computed. Of what is read while a step runs, some may yet have to be."""
+        if self._past is None:
+            return self._kept_tokens
+        return self._past.recalled.memory_tokens + self._past.recalled.disk_tokens
+
     def _reuse(self) -> Reuse:
         """Where the past came from."""
         sequence, prompt = self._sequence, self._plan.prompt_ids
@@ -157,7 +164,6 @@ class Generation(Iterator[Piece]):
                 # the last token is always computed anew: its logits are needed
                 recalled = recall(sequence, prompt[:-1], 1, self._clock)
             self._past = Past(recalled, sequence.cache.now_s())
-            self._cached_tokens = recalled.memory_tokens + recalled.disk_tokens
         return self._sample(self._compute(prompt[sequence.num_tokens :], self._prefill))
 
     def _one(self) -> list[Sampled]:

@@ -131,7 +131,7 @@ def open_memory(
             if not settings.disk_is_optional:
                 raise
         else:
-            sessions = SessionFiles(settings.folder, digest)
+            sessions = SessionFiles(settings.folder, digest, limit_bytes=settings.disk_bytes)
     cache = PageCache(pool, formats=formats, narrow=narrower, store=store, wall_clock=wall_clock, timer=time.perf_counter)
     return OpenedMemory(cache, sessions)
 

@@ -123,9 +123,11 @@ class Model:
         self.context_tokens = plan.context_tokens
         self.graph = build_graph(self.config, weights.matrices)
         self._booking_graph = greedy_graph(self.graph)
+        exact = memory is None or memory.formats == ("f16",)
+        compressing = [] if exact else list(NARROW_KERNELS)
         prepare_kernels(
             library,
-            [*kernels_of(self._booking_graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS, *NARROW_KERNELS],
+            [*kernels_of(self._booking_graph, self.config.group), *TEAM_KERNELS, *bandwidth.KERNELS, *compressing],
             threads,
             progress,
         )

@@ -10,6 +10,7 @@ from headrace.engine.results import MissReason, MissReport, Reuse
 from headrace.kv.cache import PageCache
 from headrace.kv.counters import Counters
 from headrace.kv.tree import Miss
+from headrace.model.step import PAGE_TOKENS
 from headrace.text.tokenizer import Tokenizer
 from headrace.units import format_seconds
 
@@ -77,7 +78,9 @@ def _explain(
         here = tokenizer.decode(prompt_ids[at : at + _SHOWN_TOKENS], skip_special=False)
         known = tokenizer.decode(miss.known_tokens[:_SHOWN_TOKENS], skip_special=False)
         return "diverged", f"behind {before!r} comes {here!r}, where {known!r} is known"
-    elsewhere = None if cache.disk is None else cache.disk.store.known_elsewhere(prompt_ids)
+    elsewhere = None
+    if cache.disk is not None and miss.at_token < PAGE_TOKENS:  # behind that, other keys may know no more than this one
+        elsewhere = cache.disk.store.known_elsewhere(prompt_ids)
     if elsewhere is not None:
         return ("model changed" if "model" in elsewhere else "format changed"), elsewhere
     if miss.at_token:

@@ -6,6 +6,8 @@
 Pages on disk are read from the last to the first by the mover, while this thread computes from the first on, as long as
 that is quicker than waiting; they meet where both together are done soonest. With a quick disk nothing is computed, with a
 slow one nothing but the last pages is read. A page that cannot be read is computed, and the reason reported.
+
+Where nothing is gained by computing them, pages are not waited for: they arrive while the next step runs (`arrival.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.engine.arrival import Arrival, should_arrive
 from headrace.engine.results import MissReason
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.kernels.page_formats import F16
 from headrace.kv.cache import Found, PageCache
 from headrace.kv.disk import DiskTier
-from headrace.kv.mover import ReadJob
-from headrace.kv.pages import pages_for
+from headrace.kv.mover import READ_GROUP_PAGES, ReadJob
+from headrace.kv.pages import format_of, pages_for
 from headrace.kv.tree import Node
 from headrace.model.step import PAGE_TOKENS
 
@@ -75,7 +78,11 @@ def recall(sequence: TokenSequence, token_ids: Sequence[int], num_more: int, tim
     if sequence.num_tokens < num_whole:
         loading.give_up(len(sequence.pages), partial)
         partial = None
+    late = loading.leave_late(len(token_ids) + num_more - found.num_tokens)
     loading.run(partial)
+    if late and cache.disk is not None:
+        nodes = [found.nodes[number] for number in late]
+        sequence.arrival = Arrival(sequence, cache.disk, late, nodes, recalled, timer)
     if found.unused is not None:
         recalled.misses.append((found.unused[0], found.num_tokens, found.unused[1]))
     if start is not None:
@@ -119,9 +126,16 @@ class _Loading:
     def take_partial(self) -> int | None:
         """A page of its own for the part of a page that is known: copied if it is in memory."""
         node, cache = self._partial, self._cache
-        handle = None if node is None else cache.allocate()
-        if node is not None and handle is not None and node.page.handle is not None:
-            cache.pool.view(handle)[:] = cache.pool.view(node.page.handle)
+        if node is None:
+            return None
+        known: int | None = node.page.handle
+        if known is not None:
+            cache.pool.share(known)  # making room must not compress it
+        handle = cache.allocate()
+        if known is not None:
+            if handle is not None:
+                cache.pool.view(handle)[:] = cache.pool.view(known)
+            cache.pool.release(known)
         return handle
 
     def give_up(self, num_pages: int, partial: int | None) -> None:
@@ -135,12 +149,28 @@ class _Loading:
         recalled.memory_tokens, recalled.disk_tokens = near * PAGE_TOKENS, (num_pages - near) * PAGE_TOKENS
         recalled.misses.append(("no room", num_pages * PAGE_TOKENS, found.num_tokens - num_pages * PAGE_TOKENS))
 
+    def leave_late(self, num_new: int) -> list[int]:
+        """The pages that are best read while the next step runs, which has `num_new` tokens: `run` does not read them."""
+        late = self._numbers
+        if not late or self._sequence.cold:
+            return []
+        page = self._sequence.pages[late[0]]
+        assert page is not None
+        page_bytes = self._cache.pool.format_bytes[format_of(page)]
+        if not should_arrive(self._cache.prices, late, page_bytes, num_new, self._found.num_tokens):
+            return []
+        self._numbers = []
+        return late
+
     def run(self, partial: int | None) -> None:
         """Reads, and computes meanwhile; then the sequence has all that was found, and the tree what was read."""
         sequence, cache, disk = self._sequence, self._cache, self._cache.disk
         node = self._partial
         reads_partial = node is not None and partial is not None and node.page.handle is None
         failure: MissReason | None = None if partial is not None else "no room"
+        if reads_partial and disk is not None and self._is_computed_sooner(disk):
+            cache.pool.release(partial)  # type: ignore[arg-type]
+            partial, reads_partial, failure = None, False, "recompute is quicker"
         if disk is not None and (self._numbers or reads_partial):
             numbers = self._numbers[::-1]
             nodes = [self._found.nodes[number] for number in numbers]
@@ -149,13 +179,14 @@ class _Loading:
                 nodes, pages = [node, *nodes], [partial, *pages]  # type: ignore[list-item]
             places = [each.page.place for each in nodes]
             views = [cache.pool.view(page) for page in pages if page is not None]
-            job = disk.mover.read(places, views)
+            job = disk.mover.read(places, views, end=int(reads_partial) + self._num_read(disk))
             try:
                 failed = self._meet(job, int(reads_partial), disk)
             except BaseException:
                 disk.mover.abandon(job)  # whoever ends the sequence frees what is being read into
                 if partial is not None:
                     cache.pool.release(partial)
+                sequence.truncate(0)  # nobody may take what was not read for what it should be
                 raise
             cache.prices.read(job.num_bytes, job.seconds)
             cache.counters.read_bytes += job.num_bytes
@@ -171,19 +202,20 @@ class _Loading:
     def _meet(self, job: ReadJob, offset: int, disk: DiskTier) -> list[int]:
         """Waits for the pages in their order, computing from the front; the numbers of those that could not be read."""
         numbers, failed = self._numbers, []
-        at, computed = 0, 0
+        at, computed, intact = 0, 0, True
         while at < len(numbers):
             position = offset + len(numbers) - 1 - at  # of this page in the job
             if position in job.outcomes:
                 failure = job.outcomes[position]
                 if failure is not None:
-                    self._compute(at, 1)
+                    intact = intact and self._compute(at, 1)
                     failed.append(numbers[at])
                     self._recalled.misses.append((failure, numbers[at] * PAGE_TOKENS, PAGE_TOKENS))
                 at += 1
                 continue
-            count = self._worth_computing(job, at)
-            if count and disk.mover.cut(job, count):
+            never_read = max(0, position + 1 - job.end)
+            count = min(never_read, _MOST_PAGES) or self._worth_computing(job, at)
+            if never_read or (count and disk.mover.cut(job, count)):
                 self._compute(at, count)
                 self._recalled.misses.append(("recompute is quicker", numbers[at] * PAGE_TOKENS, count * PAGE_TOKENS))
                 at, computed = at + count, computed + count
@@ -193,6 +225,31 @@ class _Loading:
             disk.mover.wait_read(job, 0)
         self._recalled.disk_tokens -= PAGE_TOKENS * (len(failed) + computed)
         return failed
+
+    def _num_read(self, disk: DiskTier) -> int:
+        """Pages, the last ones, that are begun to be read: all, or those few that are there before the others are computed.
+
+        What the mover has begun cannot be taken back, and it begins with READ_GROUP_PAGES at once.
+        """
+        numbers, prices = self._numbers, self._cache.prices
+        if numbers and not self._sequence.cold:
+            read_s = self._read_s(self._found.nodes[numbers[0]], disk)
+            for count in range(min(len(numbers), READ_GROUP_PAGES)):
+                compute_s = prices.compute_s((len(numbers) - count) * PAGE_TOKENS, numbers[0] * PAGE_TOKENS)
+                if read_s is not None and compute_s is not None and compute_s <= (count + 1) * read_s:
+                    return count
+        return len(numbers)
+
+    def _is_computed_sooner(self, disk: DiskTier) -> bool:
+        """Whether computing the known part of the last page takes less than reading that page."""
+        found = self._found
+        assert found.partial is not None
+        read_s = self._read_s(found.partial, disk)
+        compute_s = self._cache.prices.compute_s(found.partial_tokens, len(found.nodes) * PAGE_TOKENS)
+        return read_s is not None and compute_s is not None and compute_s < read_s
+
+    def _read_s(self, node: Node, disk: DiskTier) -> float | None:
+        return self._cache.prices.read_s(self._cache.pool.format_bytes[disk.format_of(node.page.place)])
 
     def _worth_computing(self, job: ReadJob, at: int) -> int:
         """Pages from the front on that are computed sooner than those behind them are read; 0 if waiting is quicker."""
@@ -212,18 +269,19 @@ class _Loading:
             count //= 2
         return 0
 
-    def _compute(self, at: int, count: int) -> None:
+    def _compute(self, at: int, count: int) -> bool:
+        """Computes pages; False if all others that cannot be read were computed with them."""
         first = self._numbers[at]
         tokens = self._sequence.token_ids[first * PAGE_TOKENS : (first + count) * PAGE_TOKENS]
-        self._sequence.compute_pages(first, count, tokens)
+        return self._sequence.compute_pages(first, count, tokens)
 
     def _book(self, failed: list[int], disk: DiskTier) -> None:
         """What is in memory now is so for the tree, too; pages that could not be read are put right on disk."""
         sequence, nodes = self._sequence, self._found.nodes
         for number in self._numbers:
             page = sequence.pages[number]
-            assert page is not None
-            self._cache.promote(nodes[number], page)
+            if page is not None:  # it is on disk again if all was computed anew, for a page that got lost meanwhile
+                self._cache.promote(nodes[number], page)
         for number in failed:
             page = sequence.pages[number]
             if nodes[number].page.place is not None and page is not None:

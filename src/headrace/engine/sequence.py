@@ -7,7 +7,7 @@ Grows by steps, shrinks by truncation. Begins empty, or with what the cache know
 known to others when it is committed.
 
 If memory cannot hold the whole past, its oldest pages stay on disk (`None` among the pages), and each step reads them layer
-by layer (`streaming.py`).
+by layer (`streaming.py`). Pages that are only being read back arrive while the next step runs (`arrival.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from headrace.engine.accounts import Account
+    from headrace.engine.arrival import Arrival
 
 _NOT_FINITE = (
     "the logits of tokens {first} to {last} are not finite: the model file is damaged or its values overflow; "
@@ -59,6 +60,7 @@ class Sequence:
         self.pages: list[int | None] = []
         self.cold: dict[int, Node] = {}
         self.found: Found | None = None
+        self.arrival: Arrival | None = None
         self._spill = Spill(self, executor.streaming)
         self._addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self.token_ids: list[int] = []
@@ -110,6 +112,7 @@ class Sequence:
         """
         past = self.num_tokens
         self._reserve(past + steps)
+        self.arrive()
         if self.cold:
             return self._run_one_by_one(token_id, steps)
         chosen, program = self._executor.run_ahead(token_id, past, self._addresses, steps)
@@ -138,6 +141,11 @@ class Sequence:
 
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens but the first `num_tokens`."""
+        if num_tokens:
+            self.arrive()
+        elif self.arrival is not None:
+            self.arrival.abandon()
+            self.arrival = None
         del self.token_ids[num_tokens:]
         keep = pages_for(len(self.token_ids))
         for number, page in enumerate(self.pages[keep:], keep):
@@ -162,6 +170,7 @@ class Sequence:
 
     def commit(self, num_answer_tokens: int, standing: Standing = DEFAULT_STANDING) -> None:
         """Makes what is here known to later requests."""
+        self.arrive()
         if self.found is not None:  # the pages are held by their owner counts
             self.cache.let_go(self.found)
         if self.token_ids:
@@ -204,12 +213,17 @@ class Sequence:
                 raise NumericError(_NOT_FINITE.format(first=start, last=start + len(chunk) - 1))
             yield rows
 
-    def compute_pages(self, first: int, count: int, token_ids: Tokens[int]) -> None:
-        """Computes whole pages again that lie in the middle of what is here: their tokens are `token_ids`."""
+    def compute_pages(self, first: int, count: int, token_ids: Tokens[int]) -> bool:
+        """Computes whole pages again that lie in the middle of what is here: their tokens are `token_ids`.
+
+        False if a page before them was lost meanwhile: then all behind that one, these included, has been computed.
+        """
         for at in range(first, first + count, MAX_STEP_TOKENS // PAGE_TOKENS):
             end = min(at + MAX_STEP_TOKENS // PAGE_TOKENS, first + count)
             ids = list(token_ids[(at - first) * PAGE_TOKENS : (end - first) * PAGE_TOKENS])
-            self._run(Slice(ids, at * PAGE_TOKENS, self._addresses[:end]))
+            if self._run(Slice(ids, at * PAGE_TOKENS, self._addresses)) is None:
+                return False
+        return True
 
     def adopt(self, token_ids: Tokens[int], pages: Tokens[int | None], cold: dict[int, Node]) -> None:
         """Begins with a known past; the pages become this sequence's, `cold` holds those that are on disk only."""
@@ -228,6 +242,17 @@ class Sequence:
         address = self.cache.pool.address
         self._addresses = np.array([0 if page is None else address(page) for page in self.pages], np.int64)
 
+    def arrive(self) -> None:
+        """Waits for pages that are still being read, and computes those that cannot be."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            try:
+                arrival.end()
+            except BaseException:
+                arrival.abandon()
+                self.truncate(0)  # nobody may take what was not read for what it should be
+                raise
+
     def _check_context(self, num_tokens: int) -> None:
         if num_tokens > self._context_tokens:
             raise ContextOverflowError(
@@ -239,54 +264,75 @@ class Sequence:
         """Takes pages for a number of tokens, all or none."""
         self._check_context(num_tokens)
         fresh: list[int] = []
+        missing = pages_for(num_tokens) - len(self.pages)
+        if missing > self.cache.pool.num_free and not self._spill.is_possible and missing > self.cache.num_room():
+            raise self._no_room(num_tokens)  # before others have lost their pages for nothing
         while len(self.pages) + len(fresh) < pages_for(num_tokens):
             page = self.cache.allocate()
+            if page is None:
+                self.arrive()  # only what is there can be moved
             if page is None and self._spill.make_room(pages_for(num_tokens) - len(self.pages) - len(fresh)):
                 page = self.cache.allocate()
             if page is None:
                 for taken in fresh:
                     self.cache.pool.release(taken)
-                room = len(self.pages) * PAGE_TOKENS + self.cache.pool.num_free * PAGE_TOKENS
-                raise ContextOverflowError(
-                    f"{num_tokens} tokens do not fit: there is room for {room}; shorten the prompt, or raise --kv-memory"
-                    f"{self._spill.refusal}"
-                )
+                raise self._no_room(num_tokens)
             fresh.append(page)
         if fresh:
             self.pages += fresh
             self.readdress()
 
+    def _no_room(self, num_tokens: int) -> ContextOverflowError:
+        room = (len(self.pages) + self.cache.num_room()) * PAGE_TOKENS
+        return ContextOverflowError(
+            f"{num_tokens} tokens do not fit: there is room for {room}; shorten the prompt, or raise --kv-memory"
+            f"{self._spill.refusal}"
+        )
+
     def _step(self, ids: list[int], outputs: int) -> npt.NDArray[np.float32]:
         logits = self._run(Slice(ids, self.num_tokens, self._addresses, outputs))
+        assert logits is not None, "new tokens come behind all others"
         self.token_ids += ids
         self._seal()
         return logits
 
-    def _run(self, part: Slice) -> npt.NDArray[np.float32]:
-        """Runs a step and books it; a page that cannot be read any more is computed again first."""
+    def _run(self, part: Slice) -> npt.NDArray[np.float32] | None:
+        """Runs a step and books it; a page that cannot be read any more is computed again first, with all behind it.
+
+        None if that was all there was to do: the step's tokens are behind the lost page, and among those that were here.
+        """
         count = len(part.token_ids)
-        while self.cold:
-            cold = self._spill.cold_pages()
+        while self.cold or self.arrival is not None:
+            cold = self._spill.cold_pages() if self.cold else None
+            late = Slice(part.token_ids, part.past_tokens, self._addresses, part.num_outputs, cold, self.arrival)
             try:
-                logits = self._executor.run([Slice(part.token_ids, part.past_tokens, self._addresses, part.num_outputs, cold)])
+                logits = self._executor.run([late])
             except PageLostError as lost:
-                self._spill.repair(lost.page)
-                self._reserve(self.num_tokens + count)
+                if cold is None:
+                    self.arrive()
+                else:
+                    self._spill.repair(lost.page)
+                    if part.past_tokens < self.num_tokens:
+                        return None
+                    self._reserve(self.num_tokens + count)
             else:
                 streamed = self._executor.last_streamed
                 assert streamed is not None
-                self.streamed_bytes += streamed.streamed_bytes
-                self.streamed_s += streamed.waited_s
+                if cold is not None:
+                    self.streamed_bytes += streamed.streamed_bytes
+                    self.streamed_s += streamed.waited_s
                 break
         else:
-            logits = self._executor.run([part])
-        stamps = self._executor.last_stamps
+            # the pages may have moved since the caller looked
+            logits = self._executor.run([Slice(part.token_ids, part.past_tokens, self._addresses, part.num_outputs)])
+        stamps, waited = self._executor.last_stamps, self._executor.last_streamed is not None
         step = SequenceStep(count, part.past_tokens, part.num_outputs, page_formats=self._formats())
         for account in self.accounts:
             account.add((step,), stamps[:-1], stamps[-1])
-        if not self.cold and part.num_outputs == 1:
+        if not waited and part.num_outputs == 1:
             seconds = float(stamps[:-1].max() - stamps[-1]) / self._executor.team.ticks_per_us / 1e6
             self.cache.prices.computed(count, part.past_tokens, seconds)
+        self.arrive()
         return logits
 
     def _run_one_by_one(self, token_id: int, steps: int) -> list[int]:

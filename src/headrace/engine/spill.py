@@ -116,7 +116,7 @@ class Spill:
         self._let_go()
         cache.demote_path(path, near[0])
         self._held = path[-1]
-        cache.hold(self._held)
+        cache.tree.pin(self._held)
         for number in near:
             page = sequence.pages[number]
             assert page is not None
@@ -183,6 +183,6 @@ class Spill:
         sequence.truncate(number * PAGE_TOKENS)
         cache.lost(lost)
         if before is not None and before.parent is not None and sequence.cold:
-            cache.hold(before)
+            cache.tree.pin(before)
             self._held = before
         sequence.append(ids)

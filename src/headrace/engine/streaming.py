@@ -6,6 +6,7 @@ the other; before a piece runs, the words of the cold pages in its page table po
     reader   [layer 0, half 0][layer 1, half 1]        [layer 2, half 0]       [layer 3, half 1] ...
     team     [embed .. rope 0][attention 0 .. rope 1  ][attention 1 .. rope 2 ][attention 2 .. rope 3 ] ...
 
+Where pages are read by somebody else, into memory of their own (`arrival.py`), pieces wait for them, and that is all.
 Layers with a window read the pages of their window only; small layers are read several at a time. The bits are those of
 the same step with all pages in memory: attention finds the same bytes at other addresses.
 
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.batch import ColdPages, Slice, Tables, Words
+from headrace.engine.batch import Arriving, ColdPages, Slice, Tables, Words
 from headrace.engine.records import RecordBuilder
 from headrace.kernels.page_formats import FORMAT_NAMES
 from headrace.kernels.program import AFTER, NUM_BLOCKS
@@ -122,6 +123,8 @@ class StreamRunner:
         Raises:
             PageLostError: a page could not be read. The step may be repeated.
         """
+        if part.arriving is not None:
+            return self._run_arriving(part, part.arriving)
         cold = part.cold
         assert cold is not None
         assert len(cold.indices) > 0
@@ -138,6 +141,21 @@ class StreamRunner:
             reads.close()
         ticks_per_s = self._team.ticks_per_us * 1e6
         return StreamedStep(pieces.stamps(), reads.num_bytes, reads.read_ticks / ticks_per_s, reads.waited_ticks / ticks_per_s)
+
+    def _run_arriving(self, part: Slice, arriving: Arriving) -> StreamedStep:
+        """A step that somebody else reads for: the page tables are right from the start, and pieces only have to wait."""
+        assert part.cold is None, "what is cold and what arrives is not waited for in one step"
+        pieces = self._pieces_of(len(part.token_ids), part.num_outputs)
+        self._wait_for(pieces.programs)
+        self._fill(pieces, part)
+        self._team.run(pieces.programs[0])
+        waited_ticks = 0
+        for op, piece in zip(self._attentions, pieces.programs[1:], strict=True):
+            start = self._team.read_ticks()
+            arriving.wait_for(op.layer)
+            waited_ticks += self._team.read_ticks() - start
+            self._team.run(piece)
+        return StreamedStep(pieces.stamps(), 0, 0.0, waited_ticks / (self._team.ticks_per_us * 1e6))
 
     def _run_pieces(self, pieces: _Pieces, layout: _Layout, reads: _Reads) -> None:
         """All pieces in turn: piece n + 1 begins with attention n."""

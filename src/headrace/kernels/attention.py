@@ -9,6 +9,9 @@ sequence, so the arithmetic of a row is fixed by its position alone: not by the 
 were shared out to threads. A block computes one KV head for all query heads that share it, so keys and values are
 read once for the group; a window reads no page outside it.
 
+Words of the page table are addresses tagged with the page's format (`page_formats.py`); pages of f16 among compressed
+ones give the bits that they give among their own kind.
+
 The state of a row is [o: D][m, l, unused: 16] float32; states lie [token][H]. `merge` combines blocks' states, divides,
 and quantises.
 """
@@ -20,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from headrace.kernels import level as _level
 from headrace.kernels.dots import inline
 from headrace.kernels.fields.attention import (
     ENTRIES,
@@ -43,7 +45,8 @@ from headrace.kernels.fields.attention import (
     WINDOW,
 )
 from headrace.kernels.math import exp
-from headrace.kernels.rope import head_bytes
+from headrace.kernels.page_formats import F16, FORMAT_BITS, head_bytes, key_bytes
+from headrace.kernels.page_sums import exact_sums, mixed_sums
 from headrace.kernels.rows import copy_bytes, quantise_row
 from headrace.kernels.tables import (
     ENTRY_BYTES,
@@ -62,18 +65,15 @@ from headrace.kernels.tables import (
     SEGMENT_TOKENS,
     STATE_EXTRA,
 )
-from headrace.kernels.tiles import add_broadcast, add_tiles, load_tile, store_tile, zero_floats
 from headrace.kernels.vectors import (
     fma,
     keep_between,
     lane,
-    load_f16,
     load_f32,
     load_floats,
     load_i64,
     max_lanes,
     maximum,
-    prefetch,
     splat_float,
     store_f32,
     store_floats,
@@ -122,97 +122,10 @@ def _merge_state(state: int, width: int, output: int, m: Any, l: Any) -> None:
     store_f32(state + 4 * width + 4, load_f32(state + 4 * width + 4) * keep + l * add)
 
 
-def _scores_function(rows: int) -> Callable[..., Any]:
-    """Scores of `rows` query rows against one page of keys; asks for the page at `ahead` meanwhile."""
-    panels = _level.current().score_panels
-
-    @inline
-    def one_panel(keys: int, width: int, queries: int, scores: int, ahead: int) -> None:
-        sums = zero_floats(rows)
-        for d in range(width):
-            prefetch(ahead + 32 * d)
-            sums = add_broadcast(sums, load_f16(keys + 32 * d), queries + 4 * d, 4 * width)
-        store_tile(sums, scores, 4 * SEGMENT_TOKENS)
-
-    @inline
-    def two_panels(keys: int, width: int, queries: int, scores: int, ahead: int) -> None:
-        """Two panels at once, even and odd dimensions apart: four chains hide the latency of each sum."""
-        even1, even2 = zero_floats(rows), zero_floats(rows)
-        odd1, odd2 = zero_floats(rows), zero_floats(rows)
-        for pair in range(width // 2):
-            at = keys + 64 * pair
-            prefetch(ahead + 128 * pair)
-            prefetch(ahead + 128 * pair + 64)
-            query = queries + 8 * pair
-            even1 = add_broadcast(even1, load_f16(at), query, 4 * width)
-            even2 = add_broadcast(even2, load_f16(at + 32 * width), query, 4 * width)
-            odd1 = add_broadcast(odd1, load_f16(at + 32), query + 4, 4 * width)
-            odd2 = add_broadcast(odd2, load_f16(at + 32 * width + 32), query + 4, 4 * width)
-        store_tile(add_tiles(even1, odd1), scores, 4 * SEGMENT_TOKENS)
-        store_tile(add_tiles(even2, odd2), scores + 64, 4 * SEGMENT_TOKENS)
-
-    @inline
-    def page_scores(keys: int, width: int, page_tokens: int, queries: int, scores: int, ahead: int) -> None:
-        if panels == 2:
-            for pair in range(page_tokens // 32):
-                part = pair * 64 * width
-                two_panels(keys + part, width, queries, scores + 128 * pair, ahead + part)
-        else:
-            for panel in range(page_tokens // 16):
-                part = panel * 32 * width
-                one_panel(keys + part, width, queries, scores + 64 * panel, ahead + part)
-
-    return page_scores
-
-
-def _values_function(rows: int) -> Callable[..., Any]:
-    """Adds one page of values, weighted for `rows` query rows; asks for the page at `ahead` meanwhile."""
-    panels = _level.current().score_panels
-
-    @inline
-    def one_strip(strip: int, width: int, page_tokens: int, weights: int, output: int, ahead: int) -> None:
-        sums = load_tile(zero_floats(rows), output, 4 * width)
-        for t in range(page_tokens):
-            prefetch(ahead + 32 * t)
-            sums = add_broadcast(sums, load_f16(strip + 32 * t), weights + 4 * t, 4 * SEGMENT_TOKENS)
-        store_tile(sums, output, 4 * width)
-
-    @inline
-    def two_strips(strip: int, width: int, page_tokens: int, weights: int, output: int, ahead: int) -> None:
-        """Two strips at once, even and odd tokens apart, as for the scores."""
-        even1 = load_tile(zero_floats(rows), output, 4 * width)
-        even2 = load_tile(zero_floats(rows), output + 64, 4 * width)
-        odd1, odd2 = zero_floats(rows), zero_floats(rows)
-        other = 32 * page_tokens
-        for pair in range(page_tokens // 2):
-            at = strip + 64 * pair
-            prefetch(ahead + 128 * pair)
-            prefetch(ahead + 128 * pair + 64)
-            weight = weights + 8 * pair
-            even1 = add_broadcast(even1, load_f16(at), weight, 4 * SEGMENT_TOKENS)
-            even2 = add_broadcast(even2, load_f16(at + other), weight, 4 * SEGMENT_TOKENS)
-            odd1 = add_broadcast(odd1, load_f16(at + 32), weight + 4, 4 * SEGMENT_TOKENS)
-            odd2 = add_broadcast(odd2, load_f16(at + other + 32), weight + 4, 4 * SEGMENT_TOKENS)
-        store_tile(add_tiles(even1, odd1), output, 4 * width)
-        store_tile(add_tiles(even2, odd2), output + 64, 4 * width)
-
-    @inline
-    def page_values(values: int, width: int, page_tokens: int, weights: int, output: int, ahead: int) -> None:
-        if panels == 2:
-            for pair in range(width // 32):
-                part = pair * 64 * page_tokens
-                two_strips(values + part, width, page_tokens, weights, output + 128 * pair, ahead + part)
-        else:
-            for strip in range(width // 16):
-                part = strip * 32 * page_tokens
-                one_strip(values + part, width, page_tokens, weights, output + 64 * strip, ahead + part)
-
-    return page_values
-
-
 def _tile_function(rows: int) -> Callable[..., Any]:
     """One segment for `rows` query rows of one KV head."""
-    page_scores, page_values = _scores_function(rows), _values_function(rows)
+    exact_scores, exact_values = exact_sums(rows)
+    mixed_scores, mixed_values = mixed_sums(rows)
 
     @inline
     def tile(op: int, entry: int, row: int, segment: int, queries: int, states: int, scores: int) -> None:
@@ -220,6 +133,7 @@ def _tile_function(rows: int) -> Callable[..., Any]:
         output = stats + 64
         width, group = load_i64(op + WIDTH), load_i64(op + GROUP)
         page_tokens, window = load_i64(op + PAGE_TOKENS), load_i64(op + WINDOW)
+        factors = output + MAX_ROWS * 4 * width
         first_position = load_i64(entry + ENTRY_POSITION) + row // group
         last_position = load_i64(entry + ENTRY_POSITION) + (row + rows - 1) // group
         start = segment * SEGMENT_TOKENS
@@ -232,14 +146,21 @@ def _tile_function(rows: int) -> Callable[..., Any]:
         if page0 >= page1:
             return
         offset = load_i64(op + LAYER_OFFSET)
-        offset += load_i64(entry + ENTRY_KV_HEAD) * head_bytes(width, page_tokens)
+        offset += load_i64(entry + ENTRY_KV_HEAD) * head_bytes(F16, width, page_tokens)
         pages = load_i64(entry + ENTRY_PAGES)
         at0 = page0 * page_tokens - start
+        formats = 0
         for page in range(page0, page1):
-            keys = load_i64(pages + 8 * page) + offset
+            formats |= load_i64(pages + 8 * page) & FORMAT_BITS
+        for page in range(page0, page1):
+            word = load_i64(pages + 8 * page)
             # the page after the last one of a segment is asked for as well: it is next unless the sequence ends
-            ahead = load_i64(pages + 8 * min(page + 1, last_page)) + offset
-            page_scores(keys, width, page_tokens, queries, scores + 4 * (page * page_tokens - start), ahead)
+            next_word = load_i64(pages + 8 * min(page + 1, last_page))
+            at = scores + 4 * (page * page_tokens - start)
+            if formats == F16:
+                exact_scores(word + offset, width, page_tokens, queries, at, output, next_word + offset)
+            else:
+                mixed_scores(word, next_word, offset, width, page_tokens, queries, at, output)
         for r in range(rows):
             position = load_i64(entry + ENTRY_POSITION) + (row + r) // group
             low = 0
@@ -251,10 +172,15 @@ def _tile_function(rows: int) -> Callable[..., Any]:
             store_f32(stats + 8 * r + 4, l)
             for i in range(width // 16):
                 store_floats(output + r * 4 * width + 64 * i, splat_float(_ZERO))
+        skip = offset + key_bytes(F16, width, page_tokens)
         for page in range(page0, page1):
-            values = load_i64(pages + 8 * page) + offset + 2 * width * page_tokens
-            ahead = load_i64(pages + 8 * min(page + 1, last_page)) + offset + 2 * width * page_tokens
-            page_values(values, width, page_tokens, scores + 4 * (page * page_tokens - start), output, ahead)
+            word = load_i64(pages + 8 * page)
+            next_word = load_i64(pages + 8 * min(page + 1, last_page))
+            at = scores + 4 * (page * page_tokens - start)
+            if formats == F16:
+                exact_values(word + skip, width, page_tokens, at, output, factors, next_word + skip)
+            else:
+                mixed_values(word, next_word, offset, width, page_tokens, at, output, factors)
         for r in range(rows):
             state = states + (row + r) * 4 * (width + STATE_EXTRA)
             _merge_state(state, width, output + r * 4 * width, load_f32(stats + 8 * r), load_f32(stats + 8 * r + 4))
@@ -291,7 +217,7 @@ def attend_function(group: int) -> Callable[[int, int, int], None]:
     Rows of a block are its tokens' heads, token by token. They are taken in tiles of 4; heads left over of one token
     (or, for groups of 1 and 2, tokens left over) in one more size of tile. Only these two are compiled.
 
-    Scratch: states, queries, then one tile's scores, statistics and output.
+    Scratch: states, queries, then one tile's scores, statistics, output, and factors as many as scores.
     """
     span = group if group > 2 else 4
     size = min(group, 4) if group != 1 and group != 2 else 4

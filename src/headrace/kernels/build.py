@@ -20,7 +20,8 @@ from headrace.kernels.library import entry_name, seal
 
 def kernel_function(name: str) -> Callable[[int, int, int], None]:
     """The Python function of a kernel: 'matmul:Q4_1', 'attention:3' (heads in a group), 'rows', ..."""
-    from headrace.kernels import attention, choose, embed, matmul, probes, rope, rows, team
+    from headrace.kernels import attention, choose, embed, matmul, pages, probes, rope, rows, team
+    from headrace.kernels.page_formats import FORMAT_NAMES
 
     plain: dict[str, Callable[[int, int, int], None]] = {
         "rows": rows.compute,
@@ -47,6 +48,8 @@ def kernel_function(name: str) -> Callable[[int, int, int], None]:
     kind, _, packed = name.partition(":")
     if kind == "attention":
         return attention.attend_function(int(packed))
+    if kind == "narrow":
+        return pages.narrow_function(FORMAT_NAMES.index(packed))
     makers = {"matmul": matmul.compute_function, "embed": embed.compute_function}
     return makers[kind](packed)
 
@@ -62,6 +65,9 @@ def compile_kernel(name: str) -> bytes:
     symbol = compiled.fndesc.llvm_func_name
     library = compiled.library
     module = llvm.parse_assembly(str(library._final_module))
+    for function in module.functions:
+        if not function.is_declaration and function.name != symbol:
+            function.linkage = "internal"  # kernels are linked together, and some have functions of the same name
     module.get_function(symbol).name = entry_name(name)
     return bytes(library._codegen._tm.emit_object(module))
 

@@ -161,14 +161,30 @@ def _f32_to_f16(builder: Any, value: Any) -> Any:
 
 
 _BYTES16 = ir.VectorType(I8, LANES)
+_SHORT_FLOAT_SHIFT = 7  # bits of float16 that a short float lacks at its lower end
+
+
+def _short_to_f32(builder: Any, short: Any) -> Any:
+    """Short floats (see `page_formats.py`) widened."""
+    return _f16_to_f32(builder, builder.shl(builder.zext(short, _SHORTS), constant(_SHORTS, _SHORT_FLOAT_SHIFT)))
+
+
+def _f32_to_short(builder: Any, value: Any) -> Any:
+    """Rounded to float16, then up to the next short float; of values from 0 on, well below the largest float16."""
+    up = builder.add(_f32_to_f16(builder, value), constant(_SHORTS, (1 << _SHORT_FLOAT_SHIFT) - 1))
+    return builder.trunc(builder.lshr(up, constant(_SHORTS, _SHORT_FLOAT_SHIFT)), _BYTES16)
+
+
 load_bytes = _loader(Bytes, Bytes.llvm, 64, _same)
 load_floats = _loader(Floats, Floats.llvm, 64, _same)
 load_f16 = _loader(Floats, _SHORTS, 32, _f16_to_f32)
 load_bf16 = _loader(Floats, _SHORTS, 32, _bf16_to_f32)
+load_short_floats = _loader(Floats, _BYTES16, 16, _short_to_f32)
 load_u8_ints = _loader(Ints, _BYTES16, 16, lambda b, v: b.zext(v, Ints.llvm))
 load_i8_ints = _loader(Ints, _BYTES16, 16, lambda b, v: b.sext(v, Ints.llvm))
 store_floats = _storer(Floats, 64, _same)
 store_f16 = _storer(Floats, 32, _f32_to_f16)
+store_short_floats_up = _storer(Floats, 16, _f32_to_short)
 store_ints_as_i8 = _storer(Ints, 16, lambda b, v: b.trunc(v, _BYTES16))
 
 load_i64 = _loader(types.int64, I64, 8, _same)
@@ -419,3 +435,14 @@ def prefetch(typing_context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def keep_apart(typing_context: Any) -> Any:
+    """Keeps LLVM from copying the function that this stands in into its callers, where it would be compiled once more."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), generate

@@ -187,12 +187,22 @@ class PageCache:
             return True
         self.settle()
         now_s = self.now_s()
-        while self.pool.free_bytes < num_bytes:
-            cheapest = self.placement.cheapest(MEMORY, now_s)
-            if cheapest is None:
-                return False
-            if not self.compressor.squeeze(cheapest[0]):
-                self._leave(cheapest[0], now_s)
+        stuck: list[Node] = []
+        is_settled = False
+        try:
+            while self.pool.free_bytes < num_bytes:
+                cheapest = self.placement.cheapest(MEMORY, now_s)
+                if cheapest is None and is_settled:
+                    return False
+                if cheapest is None:
+                    self.flush()  # what is on its way somewhere holds memory, too
+                    is_settled = True
+                elif not self.compressor.squeeze(cheapest[0]) and not self._leave(cheapest[0], now_s):
+                    self.tree.pin(cheapest[0])
+                    stuck.append(cheapest[0])
+        finally:
+            for node in stuck:
+                self.tree.unpin(node)
         return True
 
     def num_room(self, page_format: int = F16) -> int:
@@ -207,15 +217,20 @@ class PageCache:
         size -= sum(self.pool.format_bytes[format_of(node.page.handle)] for node in held if node.page.handle is not None)
         return (self.pool.free_bytes + size) // self.pool.format_bytes[page_format]
 
-    def _leave(self, tip: Node, now_s: float) -> None:
-        """A page leaves memory: to the disk if it is, or is about to be, there; else out of the tree."""
+    def _leave(self, tip: Node, now_s: float) -> bool:
+        """A page leaves memory: to the disk if it is, or is about to be, there; else out of the tree. False if it may not."""
         page: Page = tip.page
         if self.disk is not None and page.writing is not None:
             self.mover.wait_write(page.writing)
             self.settle()
+            if tip.parent is None or not tip.may_leave:  # what was read ahead meanwhile is behind it now
+                return True
         backed = page.place is not None
         if not backed:
-            for node in list(tip.children.values()):  # on disk, and out of reach without this one
+            behind = list(tip.children.values())  # on disk, and out of reach without this one
+            if any(self.pinned(node) for node in behind):
+                return False
+            for node in behind:
                 assert self.disk is not None
                 self.disk.forget(node, now_s)
         self.placement.evict(tip, now_s, demote=backed)
@@ -226,6 +241,7 @@ class PageCache:
             self.counters.demoted_pages += 1
         else:
             self.counters.dropped_pages += 1
+        return True
 
     # taking in
 
@@ -353,7 +369,9 @@ class PageCache:
             page: Page = node.page
             if page.handle is None:
                 continue
-            if page.place is None or node.pins or node.num_tier_children:
+            for child in [each for each in node.children.values() if each.tier == MEMORY and each.may_leave]:
+                self._leave(child, now_s)  # such as the page that the path continues in one of its own
+            if page.place is None or not node.may_leave:
                 break
             self.placement.evict(node, now_s, demote=True)
             self.pool.release(page.handle)
@@ -367,10 +385,6 @@ class PageCache:
                 return True
             stack.extend(each.children.values())
         return False
-
-    def hold(self, node: Node) -> None:
-        """Keeps a page, and all before it, in the tree; `tree.unpin` ends it."""
-        self.tree.pin(node)
 
     def lost(self, node: Node) -> None:
         """A page cannot be read any more: it, and what can only be reached through it, is forgotten."""
@@ -481,4 +495,3 @@ class PageCache:
             page: Page = node.page
             assert (page.handle is not None) == (node.tier == MEMORY)
             assert page.handle is None or self.pool.owners(page.handle) > 0
-            assert page.handle is not None or page.place is not None or self.pinned(node)

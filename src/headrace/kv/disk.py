@@ -76,6 +76,8 @@ class DiskTier:
         self._rule, self._prices, self._counters, self._clock = rule, prices, counters, clock
         self._nodes: dict[int, list[Node | None]] = {}  # pages of each run; None: known by another run already
         self._formats: dict[int, int] = {}  # of each run
+        self._names: dict[int, str] = {}
+        self._is_outdated = False  # something was lost: others may have removed it for a copy of theirs
         self._dead: list[Node] = []  # lost while somebody held them
         self._silent_until = 0.0
         self.refusal: Refusal | None = None
@@ -119,10 +121,7 @@ class DiskTier:
             child = node.children.get(key)
             if child is None:
                 break
-            known = child.page.place is not None or child.page.writing is not None
-            if not known:
-                child.page.place = Place(run.id, index)
-            listed.append(None if known else child)
+            listed.append(child if self._takes(child.page, run, index) else None)
             node = child
         start = len(listed)
         added: list[Node] = []
@@ -137,13 +136,26 @@ class DiskTier:
         self._book(run, [*listed, *added])
         return len(added)
 
+    def _takes(self, page: Page, run: Run, index: int) -> bool:
+        """Whether the copy of a page in this run becomes the one that is kept of it.
+
+        That is the more exact one, and of two alike the older: so processes that have written the same agree whose goes.
+        """
+        if page.place is not None:
+            kept = page.place.run
+            if (self._formats[kept], self._names[kept]) < (run.page_format, run.name):
+                return False
+            self.unback(page)
+        page.place, page.writing = Place(run.id, index), None
+        return True
+
     def format_of(self, place: Place) -> int:
         """The format code of a page on disk."""
         return self._formats[place.run]
 
     def _book(self, run: Run, nodes: list[Node | None]) -> None:
         """Takes a run's pages into the books; those that are None are freed if they are its last."""
-        self._nodes[run.id], self._formats[run.id] = nodes, run.page_format
+        self._nodes[run.id], self._formats[run.id], self._names[run.id] = nodes, run.page_format, run.name
         self._trim(run.id)
 
     # writing
@@ -152,6 +164,9 @@ class DiskTier:
         """Queues what of a path is not on disk and is worth writing, or is `needed` there."""
         if (now_s < self._silent_until and not needed) or last.parent is None:
             return []
+        if self._is_outdated:
+            self._is_outdated = False
+            self.attach(now_s)
         path = last.path()
         first = next((i for i, node in enumerate(path) if node.page.place is None and node.page.writing is None), len(path))
         jobs = []
@@ -229,8 +244,9 @@ class DiskTier:
             if not isinstance(job.outcome, Run):
                 self.refusal = job.outcome
                 break
-            self._nodes[job.outcome.id], self._formats[job.outcome.id] = [None] * len(group), draft.page_format
-            places += [Place(job.outcome.id, index) for index in range(len(group))]
+            run = job.outcome
+            self._nodes[run.id], self._formats[run.id], self._names[run.id] = [None] * len(group), run.page_format, run.name
+            places += [Place(run.id, index) for index in range(len(group))]
             for key in group:
                 chained = chain(chained, key)
             at = end
@@ -291,8 +307,11 @@ class DiskTier:
             # without its parent on disk, or with more tokens than were written, a page is of no use there
             if parent is None or each.node.tokens != each.tokens or (parent.parent is not None and parent.page.place is None):
                 break
-            each.node.page.place = Place(run.id, len(nodes))
-            nodes.append(each.node)
+            if each.node.page.place is None:
+                each.node.page.place = Place(run.id, len(nodes))
+                nodes.append(each.node)
+            else:  # another process was faster
+                nodes.append(None)
         self._book(run, [*nodes, *[None] * (len(written) - len(nodes))])
 
     # forgetting
@@ -323,6 +342,7 @@ class DiskTier:
 
     def lost(self, node: Node, now_s: float) -> None:
         """A page's copy is gone or damaged: frees it and all behind it in its run, and forgets what is nowhere else."""
+        self._is_outdated = True
         place = node.page.place
         doomed = [node] if place is None else self._nodes[place.run][place.index :]
         for other in doomed:
@@ -372,7 +392,7 @@ class DiskTier:
         if places:
             self.store.drop(places[::-1])
         if not nodes:
-            del self._nodes[run], self._formats[run]
+            del self._nodes[run], self._formats[run], self._names[run]
 
     def check(self) -> None:
         """Asserts that books and tree agree."""

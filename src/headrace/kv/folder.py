@@ -16,7 +16,6 @@ import contextlib
 import datetime as dt
 import json
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 PAGES_FOLDER = "pages"
 SESSIONS_FOLDER = "sessions"
+_FOLDERS = (PAGES_FOLDER, SESSIONS_FOLDER)
 PARTIAL = ".partial"
 ABANDONED_AFTER_S = 60.0
 """A damaged or half-written file that is older has no writer left who could finish it."""
@@ -182,14 +182,14 @@ def list_files(folder: Path) -> Iterator[File]:
             continue  # removed meanwhile
         with entries:
             for entry in entries:
-                with contextlib.suppress(OSError):  # removed meanwhile
-                    if entry.is_dir(follow_symlinks=False):
-                        if current != top or entry.name in (PAGES_FOLDER, SESSIONS_FOLDER):
-                            waiting.append(entry.path)
-                        continue
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
+                try:
+                    if entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
                         yield File(entry.path, entry.name, file_bytes(status.st_size), status.st_mtime)
+                    elif entry.is_dir(follow_symlinks=False) and (current != top or entry.name in _FOLDERS):
+                        waiting.append(entry.path)
+                except OSError:
+                    continue  # removed meanwhile
 
 
 def list_names(folder: Path, suffix: str) -> set[str]:

@@ -158,7 +158,7 @@ def _verify_key(folder: Path, repair: bool, advance: Callable[[int], None]) -> I
     for run in sorted(sound, key=lambda run: run.start_page):
         num_good = run.num_pages
         if run.start_page and run.parent not in known:
-            yield Damage(run.path, None, "the pages before it are gone")
+            yield Damage(run.path, None, "pages before it are damaged or gone")
             num_good = 0
         else:
             for page in _damaged_pages(run):

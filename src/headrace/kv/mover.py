@@ -11,6 +11,7 @@ own thread, as finished jobs. Knows no tree, no worth and no policy.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -64,6 +65,43 @@ class ReadJob:
 
 
 @dataclass
+class LayersJob:
+    """Pages to read in bands of layers: a band of all pages, then the next one; a page that has failed is left out.
+
+    `started`, `end` and `num_read` count bands, those from `end` on are not read any more; `failures` are by page.
+    """
+
+    places: Sequence[Place]
+    targets: Sequence[Bytes]
+    bands: Sequence[range]
+    end: int
+    started: int = 0
+    num_read: int = 0
+    failures: dict[int, Failure] = field(default_factory=dict)
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to read."""
+        return self.num_read >= self.end
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a page."""
+        return self.bands[-1].stop
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer of all pages has been tried."""
+        return self.num_read > 0 and layer < self.bands[self.num_read - 1].stop
+
+    def layers_of(self, page: int, band: range) -> Bytes:
+        """Where some layers of a page go."""
+        size = len(self.targets[page]) // self.num_layers
+        return self.targets[page][band.start * size : band.stop * size]
+
+
+@dataclass
 class CallJob:
     """Other work on the bytes of pages; `tag` is the caller's."""
 
@@ -71,7 +109,8 @@ class CallJob:
     tag: Any
 
 
-Job = WriteJob | ReadJob | CallJob
+FinishedJob = WriteJob | ReadJob | CallJob
+Job = FinishedJob | LayersJob
 
 
 class Mover:
@@ -80,11 +119,11 @@ class Mover:
     def __init__(self, store: PageStore | None, clock: Callable[[], float]) -> None:
         self._store, self._clock = store, clock
         self._changed = threading.Condition()
-        self._urgent: deque[ReadJob] = deque()
+        self._urgent: deque[ReadJob | LayersJob] = deque()
         self._writes: deque[WriteJob] = deque()
         self._calls: deque[CallJob] = deque()
         self._ahead: deque[ReadJob] = deque()
-        self._finished: deque[Job] = deque()
+        self._finished: deque[FinishedJob] = deque()
         self._hurried = 0
         self._stopped = False
         self._busy = False
@@ -96,10 +135,18 @@ class Mover:
         self._add(self._writes, job)
         return job
 
-    def read(self, places: Sequence[Place], targets: Sequence[Bytes], tag: Any = None, *, urgent: bool = True) -> ReadJob:
-        """Queues pages to be read. Jobs that are not urgent are handed out by `finished`; urgent ones are waited for."""
-        job = ReadJob(places, targets, tag, urgent, end=len(places))
-        if places:
+    def read(
+        self,
+        places: Sequence[Place],
+        targets: Sequence[Bytes],
+        tag: Any = None,
+        *,
+        urgent: bool = True,
+        end: int | None = None,
+    ) -> ReadJob:
+        """Queues pages, up to `end`, to be read. Urgent jobs are waited for; others are handed out by `finished`."""
+        job = ReadJob(places, targets, tag, urgent, end=len(places) if end is None else end)
+        if job.end:
             self._add(self._urgent if urgent else self._ahead, job)
         return job
 
@@ -107,7 +154,7 @@ class Mover:
         """Queues other work."""
         self._add(self._calls, CallJob(work, tag))
 
-    def finished(self) -> list[Job]:
+    def finished(self) -> list[FinishedJob]:
         """Jobs that are done since the last call; urgent reads are not among them."""
         with self._changed:
             jobs = list(self._finished)
@@ -123,7 +170,24 @@ class Mover:
             self._changed.notify_all()
             return True
 
-    def abandon(self, job: ReadJob) -> None:
+    def read_layers(self, places: Sequence[Place], targets: Sequence[Bytes], num_bands: int) -> LayersJob:
+        """Queues pages to be read in bands of layers, for somebody who waits."""
+        assert self._store is not None
+        layers = self._store.num_layers
+        cuts = [layers * number // num_bands for number in range(num_bands + 1)]
+        bands = [range(start, stop) for start, stop in itertools.pairwise(cuts) if start < stop]
+        job = LayersJob(places, targets, bands, len(bands))
+        self._add(self._urgent, job)
+        return job
+
+    def wait_layer(self, job: LayersJob, layer: int) -> None:
+        """Waits until a layer of all pages of a job has been tried. What will never be read has failed then."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or job.done or job.has(layer))
+            if not job.has(layer):
+                job.failures.update((page, "gone") for page in range(len(job.places)) if page not in job.failures)
+
+    def abandon(self, job: ReadJob | LayersJob) -> None:
         """Reads no more of a job; when this returns, nothing is written to its targets any more."""
         with self._changed:
             job.end = job.started
@@ -189,6 +253,8 @@ class Mover:
             start = self._clock()
             if isinstance(job, ReadJob):
                 self._read(job)
+            elif isinstance(job, LayersJob):
+                self._read_band(job)
             elif isinstance(job, WriteJob):
                 self._write(job)
             else:
@@ -238,6 +304,29 @@ class Mover:
                 queue.remove(job)
                 if not job.urgent:
                     self._finished.append(job)
+            self._changed.notify_all()
+
+    def _read_band(self, job: LayersJob) -> None:
+        """Reads one band of a job's pages."""
+        with self._changed:
+            if job.started == job.end:  # abandoned
+                self._urgent.remove(job)
+                return
+            band = job.bands[job.started]
+            job.started += 1
+        assert self._store is not None
+        pages = [page for page in range(len(job.places)) if page not in job.failures]
+        targets = [job.layers_of(page, band) for page in pages]
+        start = self._clock()
+        found = self._store.read_many([job.places[page] for page in pages], targets, band)
+        seconds = self._clock() - start
+        with self._changed:
+            job.seconds += seconds
+            job.num_bytes += sum(len(target) for target in targets)
+            job.failures.update((page, failure) for page, failure in zip(pages, found, strict=True) if failure is not None)
+            job.num_read += 1
+            if job.done:
+                self._urgent.remove(job)
             self._changed.notify_all()
 
     def _rest(self, worked_s: float) -> None:

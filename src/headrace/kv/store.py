@@ -29,7 +29,7 @@ from headrace.errors import StorageError
 from headrace.kv import folder as files
 from headrace.kv.budget import DiskBudget, Refusal
 from headrace.kv.keys import StoreKey, difference, key_folder, key_folders, read_key, write_key
-from headrace.kv.readers import Failure, RunReaders
+from headrace.kv.readers import Failure, RunReaders, Wanted
 from headrace.kv.runs import (
     CHAIN_BYTES,
     RUN,
@@ -102,7 +102,7 @@ class DiskStore:
         self._guard = threading.Lock()  # the books: everything below
         self._runs: dict[int, Run] = {}
         self._ids: dict[str, int] = {}  # by file name
-        self._ignored: set[str] = set()  # names of files that cannot be used, or are not for others yet
+        self._ignored: set[str] = set()  # names of files that cannot be used or are our own
         self._next_id = 1
         self._listed_ns = -1
         self._elsewhere: dict[bytes, Path] | None = None
@@ -137,6 +137,11 @@ class DiskStore:
     def written_today_bytes(self) -> int:
         """Bytes that all processes have written today."""
         return self._budget.written_today_bytes
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of a page."""
+        return self.shape.num_layers
 
     def page_bytes(self, page_format: int) -> int:
         """What a page takes on disk."""
@@ -174,6 +179,8 @@ class DiskStore:
             return []
         found = sorted(self._inspect(sorted(new)), key=lambda run: (run.start_page, run.time_s))
         adopted = self._adopt(found)
+        if adopted:
+            self._readers.make_ready()
         self._budget.count(remove_partial=False)
         return adopted
 
@@ -201,9 +208,23 @@ class DiskStore:
         """Reads one layer of a page into a view [layer bytes]."""
         return self._read(place, layer, 1, target)
 
-    def read_many(self, places: Sequence[Place], targets: Sequence[npt.NDArray[np.uint8]]) -> list[Failure | None]:
-        """Reads pages, each into its view [page bytes]; best in the order in which they lie on disk."""
-        return [self.read(place, target) for place, target in zip(places, targets, strict=True)]
+    def read_many(
+        self, places: Sequence[Place], targets: Sequence[npt.NDArray[np.uint8]], layers: range | None = None
+    ) -> list[Failure | None]:
+        """Reads pages, or some consecutive layers of each, into a view [their bytes] each, several at once.
+
+        Best in the order in which they lie on disk.
+        """
+        first, count = (0, self.num_layers) if layers is None else (layers.start, len(layers))
+        pages = [
+            Wanted(self._run_of(place), place.index, first, count, target.data)
+            for place, target in zip(places, targets, strict=True)
+        ]
+        found = self._readers.read_many(pages)
+        read = sum(target.nbytes for target, failure in zip(targets, found, strict=True) if failure is None)
+        with self._guard:
+            self.read_bytes += read
+        return found
 
     def prefetch_layer(self, places: Iterable[Place], layer: int) -> None:
         """Has the system begin to read one layer of these pages, all at once, for `read_layer` to find it in memory."""
@@ -235,7 +256,6 @@ class DiskStore:
         self._budget.add(num_bytes)
         with self._guard:
             self._book(run)
-            self._ignored.discard(run.name)
             self.written_bytes += num_bytes
         return run
 
@@ -293,11 +313,14 @@ class DiskStore:
 
     # reading
 
-    def _read(self, place: Place, layer: int, num_layers: int, target: npt.NDArray[np.uint8]) -> Failure | None:
+    def _run_of(self, place: Place) -> Run | None:
+        """The run that has a page; None if there is none."""
         run = self._runs.get(place.run)
-        if run is None or place.index >= run.num_pages:
-            return "gone"
-        opened = self._readers.take(run)
+        return run if run is not None and place.index < run.num_pages else None
+
+    def _read(self, place: Place, layer: int, num_layers: int, target: npt.NDArray[np.uint8]) -> Failure | None:
+        run = self._run_of(place)
+        opened = self._readers.take(run) if run is not None else "gone"
         if isinstance(opened, str):
             return opened
         try:

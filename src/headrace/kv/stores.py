@@ -34,6 +34,10 @@ class PageStore(Protocol):
     def room_bytes(self) -> int:
         """Bytes that may still be written."""
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of a page."""
+
     def page_bytes(self, page_format: int) -> int:
         """Bytes that a page of a format takes."""
 
@@ -49,8 +53,10 @@ class PageStore(Protocol):
     def write(self, draft: RunDraft) -> Run | Refusal:
         """Writes a run, or says why not."""
 
-    def read_many(self, places: Sequence[Place], targets: Sequence[npt.NDArray[np.uint8]]) -> list[Failure | None]:
-        """Reads pages, each into its view; what failed, or None, for each."""
+    def read_many(
+        self, places: Sequence[Place], targets: Sequence[npt.NDArray[np.uint8]], layers: range | None = None
+    ) -> list[Failure | None]:
+        """Reads pages, or some consecutive layers of each, each into its view; what failed, or None, for each."""
 
     def read_layer(self, place: Place, layer: int, target: npt.NDArray[np.uint8]) -> Failure | None:
         """Reads one layer of a page."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from headrace.kernels.packed import quantised_row_bytes
+from headrace.kernels.page_formats import F16, FORMAT_NAMES, used_bytes
 from headrace.kernels.tables import SEGMENT_TOKENS, state_bytes
 from headrace.model.config import ModelConfig
 from headrace.model.graph import Attention, Choose, Embed, Find, Merge, Operation, Product, Rope, Rows, activation_row_bytes
@@ -34,7 +35,8 @@ CHOICE_PARTS = 16  # blocks that look for the most likely token
 class SequenceStep:
     """One sequence's part of a step: `new_tokens` on top of `past_tokens`, logits of the last `outputs` of them.
 
-    `chosen`: the step also chooses the most likely token.
+    `chosen`: the step also chooses the most likely token. `page_formats`: the formats of the sequence's pages, from the
+    first one on; pages that are not named are f16, as those are that new tokens go to.
     """
 
     new_tokens: int
@@ -139,6 +141,10 @@ class StepLedger:
         for op in graph:
             if isinstance(op, Attention):
                 self._attention_layers[op.window] = self._attention_layers.get(op.window, 0) + 1
+        self._page_bytes = tuple(
+            config.kv_heads * used_bytes(page_format, config.head_width, PAGE_TOKENS)
+            for page_format in range(len(FORMAT_NAMES))
+        )
         self._fixed = lru_cache(maxsize=1024)(self._fixed_totals)
 
     def rows(self, batch: Sequence[SequenceStep]) -> tuple[LedgerRow, ...]:
@@ -243,12 +249,12 @@ class StepLedger:
 
     def _attention(self, window: int, batch: Sequence[SequenceStep]) -> LedgerRow:
         config = self._config
-        visible = pages = states = 0
+        visible = read = states = 0
         for part, parts in zip(batch, self._parts(window, batch), strict=True):
             first, end = part.past_tokens, part.past_tokens + part.new_tokens
             visible += _visible_tokens(first, end, window)
             lowest = max(0, first - window + 1) if window else 0
-            pages += (end - 1) // PAGE_TOKENS + 1 - lowest // PAGE_TOKENS
+            read += self._read_bytes(part.page_formats, lowest // PAGE_TOKENS, (end - 1) // PAGE_TOKENS + 1)
             states += part.new_tokens * parts.states
         tokens = sum(part.new_tokens for part in batch)
         return LedgerRow(
@@ -256,9 +262,18 @@ class StepLedger:
             -1,
             "f16",
             macs=2 * visible * config.heads * config.head_width,
-            kv_read_bytes=pages * PAGE_TOKENS * config.kv_heads * config.head_width * 4,
+            kv_read_bytes=read,
             activation_bytes=config.heads * (4 * tokens * config.head_width + states * state_bytes(config.head_width)),
         )
+
+    def _read_bytes(self, page_formats: tuple[int, ...], first: int, end: int) -> int:
+        """Bytes of one layer of the pages [first, end)."""
+        named = page_formats[first:end]
+        compressed = sum(
+            named.count(page_format) * (num_bytes - self._page_bytes[F16])
+            for page_format, num_bytes in enumerate(self._page_bytes)
+        )
+        return (end - first) * self._page_bytes[F16] + compressed
 
     def _merge_reads(self, window: int, batch: Sequence[SequenceStep]) -> LedgerRow:
         """Maximum and sum of every state, and the output of those that are not of a segment the token does not see."""
