@@ -338,6 +338,7 @@ class Sequence:
     def _run_one_by_one(self, token_id: int, steps: int) -> list[int]:
         chosen: list[int] = []
         for _ in range(steps):
+            self._reserve(self.num_tokens + 1)  # a page that was lost took those reserved behind it along
             logits = self._step([token_id if not chosen else chosen[-1]], 1)[-1]
             if not np.isfinite(logits).all():
                 raise NumericError(_NOT_FINITE.format(first=self.num_tokens - 1, last=self.num_tokens - 1))

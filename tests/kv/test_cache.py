@@ -1,0 +1,613 @@
+"""The memory of the past without a model: what is found, what is kept, what has to leave, and who holds what."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.kernels.page_formats import F16, Q4, Q8
+from headrace.kv.cache import PageCache
+from headrace.kv.disk import DISK, Page
+from headrace.kv.pages import format_of
+from headrace.kv.residency import Standing
+from headrace.model.step import PAGE_TOKENS
+from tiny.caches import (
+    PAGE_BYTES,
+    Request,
+    Shorten,
+    Ticks,
+    ask,
+    check_nothing_is_held,
+    known,
+    open_cache,
+    page_of,
+    tokens,
+)
+from tiny.memory import run_files
+from tiny.runs import disk_bytes, set_byte
+
+P = PAGE_TOKENS
+PINNED = Standing(pinned=True)
+
+
+@pytest.fixture
+def clock() -> Ticks:
+    return Ticks()
+
+
+@pytest.fixture
+def caches(tmp_path: Path, clock: Ticks) -> Iterator[Any]:
+    """Opens caches on one folder; nothing may be held at the end."""
+    opened: list[PageCache] = []
+
+    def load(*, disk: bool = True, **options: Any) -> PageCache:
+        opened.append(open_cache(tmp_path if disk else None, **{"clock": clock, **options}))
+        return opened[-1]
+
+    yield load
+    for cache in opened:
+        if not cache.mover._stopped:
+            check_nothing_is_held(cache)
+            cache.close()
+
+
+def _node(cache: PageCache, past: list[int], number: int) -> Any:
+    return cache.tree.match(past).nodes[number]
+
+
+# finding and taking in
+
+
+def test_past_is_found_to_the_token(caches: Any) -> None:
+    cache = caches(disk=False)
+    past = tokens(1, 100)
+    assert ask(cache, past) == 0
+    for count in (1, 31, 32, 33, 64, 99, 100):
+        found = cache.find(past[:count])
+        assert (found.num_tokens, found.miss, found.unused) == (count, None, None)
+        assert len(found.nodes) == count // P
+        assert (found.partial is None) == (count % P == 0)
+        cache.let_go(found)
+    other = [*past[:70], -1]
+    found = cache.find(other)
+    assert (found.num_tokens, len(found.nodes), found.partial_tokens) == (70, 2, 6)
+    assert found.miss is not None
+    assert (found.miss.reason, found.miss.at_token, found.miss.known_tokens) == ("diverged", 70, tuple(past[70:96]))
+    cache.let_go(found)
+
+
+def test_found_past_is_held_until_it_is_let_go(caches: Any) -> None:
+    cache = caches(disk=False, pages=6)
+    past = tokens(1, 100)
+    ask(cache, past)
+    found = cache.find(past)
+    assert not cache.make_room(6 * PAGE_BYTES)
+    assert known(cache, past) == (100, 0)
+    cache.let_go(found)
+    cache.let_go(found)
+    assert cache.make_room(6 * PAGE_BYTES)
+    assert known(cache, past) == (0, 0)
+
+
+def test_page_that_is_longer_now_takes_the_place_of_its_beginning(caches: Any) -> None:
+    cache = caches()
+    past = tokens(1, 150)
+    for count, was in ((40, 0), (50, 40), (64, 50), (150, 64)):
+        assert ask(cache, past[:count]) == was
+        cache.flush()
+        cache.check()
+    # on disk, too, nothing but the longest is left
+    assert cache.pool.num_owned() == 5
+    cache.close()
+    again = caches()
+    assert known(again, past) == (0, 150)
+    assert again.tree.num_nodes == 5
+
+
+def test_shorter_past_leaves_the_longer_one_alone(caches: Any) -> None:
+    cache = caches()
+    past = tokens(1, 60)
+    ask(cache, past)
+    owned = cache.pool.owned_bytes
+    for count in (20, 50, 60):
+        assert ask(cache, past[:count]) == count
+        assert cache.pool.owned_bytes == owned
+    assert known(cache, past) == (60, 0)
+
+
+def test_pasts_that_part_within_a_page_both_stay(caches: Any) -> None:
+    cache = caches(disk=False)
+    one = tokens(1, 60)
+    other = [*one[:45], *tokens(2, 15)]
+    ask(cache, one)
+    assert ask(cache, other) == 45
+    assert known(cache, one) == (60, 0)
+    assert known(cache, other) == (60, 0)
+    assert cache.pool.num_owned() == 3  # one page shared
+
+
+def test_page_that_grows_while_another_request_has_its_beginning(caches: Any) -> None:
+    cache = caches(pages=10)
+    past = tokens(1, 200)
+    ask(cache, past[:40])
+    one, two = Request(cache, past[:60]), Request(cache, [*past[:40], *tokens(2, 60)])
+    assert (one.known_tokens, two.known_tokens) == (40, 40)
+    one.grow().end()
+    two.grow().end()
+    cache.check()
+    assert known(cache, past[:60]) == (60, 0)
+    assert known(cache, [*past[:40], *tokens(2, 60)]) == (100, 0)
+
+
+def test_requests_at_once_for_the_same_past_leave_it_once(caches: Any) -> None:
+    cache = caches()
+    past = tokens(1, 100)
+    both = [Request(cache, past).grow() for _ in range(2)]
+    for request in both:
+        request.end()
+        cache.check()
+    assert cache.pool.num_owned() == 4
+    cache.flush()
+    assert len(run_files(cache.disk.store.folder)) == 1
+
+
+# leaving memory
+
+
+def test_least_worth_leaves_first_and_goes_to_disk(caches: Any, clock: Ticks) -> None:
+    cache = caches(pages=8)
+    for seed in range(4):
+        ask(cache, tokens(seed, 2 * P))
+        clock.now_s += 100
+    cache.flush()
+    ask(cache, tokens(9, 3 * P))
+    cache.check()
+    found = [known(cache, tokens(seed, 2 * P)) for seed in range(4)]
+    assert found == [(0, 2 * P), (P, P), (2 * P, 0), (2 * P, 0)]
+    assert cache.counters.demoted_pages == 3
+    assert ask(cache, tokens(0, 2 * P)) == 2 * P
+
+
+def test_what_is_not_on_disk_is_dropped_and_that_is_remembered(caches: Any, clock: Ticks) -> None:
+    cache = caches(disk=False, pages=4)
+    ask(cache, tokens(1, 2 * P))
+    clock.now_s += 100
+    ask(cache, tokens(2, 4 * P))
+    assert cache.counters.dropped_pages == 2
+    clock.now_s += 5
+    found = cache.find(tokens(1, 2 * P))
+    assert found.miss is not None
+    assert found.miss.evicted is not None
+    assert (found.miss.reason, found.miss.evicted.tier, found.miss.evicted.time_s) == ("evicted", 0, clock.now_s - 5)
+    cache.let_go(found)
+
+
+def test_pinned_past_leaves_after_all_others(caches: Any, clock: Ticks) -> None:
+    cache = caches(disk=False, pages=6)
+    ask(cache, tokens(1, 2 * P), PINNED)
+    for seed in range(2, 8):
+        clock.now_s += 100
+        ask(cache, tokens(seed, 3 * P))
+        assert known(cache, tokens(1, 2 * P)) == (2 * P, 0)
+    # but it goes before a request fails
+    ask(cache, tokens(9, 6 * P))
+    assert known(cache, tokens(1, 2 * P)) == (0, 0)
+
+
+def test_released_past_leaves_before_all_others(caches: Any, clock: Ticks) -> None:
+    cache = caches(disk=False, pages=6)
+    for seed in (1, 2):
+        ask(cache, tokens(seed, 2 * P))
+        clock.now_s += 100
+    assert cache.set_standing(tokens(2, 2 * P), Standing(expires_s=0.0)) == 2 * P
+    assert cache.set_standing(tokens(3, 2 * P), PINNED) == 0
+    ask(cache, tokens(4, 4 * P))
+    assert known(cache, tokens(1, 2 * P)) == (2 * P, 0)
+    assert known(cache, tokens(2, 2 * P)) == (0, 0)
+
+
+def test_wish_for_a_past_with_one_more_token_reaches_its_last_page(caches: Any) -> None:
+    """The last token of an answer is sampled and never computed, so a conversation has one more than the tree."""
+    cache = caches(disk=False, pages=4)
+    past = tokens(1, 40)
+    ask(cache, past)
+    assert cache.set_standing([*past, 7], PINNED) == 40
+    assert _node(cache, past, 1).use.standing == PINNED
+
+
+def test_page_on_its_way_to_disk_is_waited_for_and_not_lost(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = caches(pages=4)
+    store, may_write = cache.disk.store, threading.Event()
+    real = store.write
+
+    def write(draft: Any) -> Any:
+        assert may_write.wait(20)
+        return real(draft)
+
+    monkeypatch.setattr(store, "write", write)
+    ask(cache, tokens(1, 3 * P))
+    assert _node(cache, tokens(1, 3 * P), 0).page.writing is not None
+    threading.Timer(0.05, may_write.set).start()
+    ask(cache, tokens(2, 3 * P))
+    assert known(cache, tokens(1, 3 * P)) == (P, 2 * P)
+
+
+def test_bound_counts_what_is_reserved(caches: Any) -> None:
+    cache = caches(disk=False, pages=6)
+    ask(cache, tokens(1, 4 * P))
+    assert cache.num_room() == 6
+    assert cache.reserve(3 * PAGE_BYTES)
+    assert cache.num_room() == 3
+    assert known(cache, tokens(1, 4 * P)) == (3 * P, 0)
+    cache.check()
+    assert not cache.reserve(4 * PAGE_BYTES)
+    cache.pool.unreserve(3 * PAGE_BYTES)
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_room_is_what_can_be_had(caches: Any, disk: bool) -> None:
+    cache = caches(disk=disk, pages=12)
+    for seed in range(3):
+        ask(cache, tokens(seed, 3 * P))
+    live = Request(cache, tokens(1, 3 * P)[: 2 * P]).grow()
+    room = cache.num_room()
+    assert room == 10  # all but the two pages that the request reads
+    taken = []
+    while (page := cache.allocate()) is not None:
+        taken.append(page)
+    assert len(taken) == room
+    cache.check()
+    for page in taken:
+        cache.pool.release(page)
+    live.end()
+
+
+def test_memory_of_pages_that_left_the_tree_while_they_are_written_is_waited_for(
+    caches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = caches(pages=5)
+    store, may_write = cache.disk.store, threading.Event()
+    real = store.write
+
+    def write(draft: Any) -> Any:
+        assert may_write.wait(20)
+        return real(draft)
+
+    monkeypatch.setattr(store, "write", write)
+    past = tokens(1, 3 * P + 5)
+    ask(cache, past)
+    grown = Request(cache, [*past, 1, 2]).grow()  # its last page takes the place of the one being written
+    grown.end()
+    assert cache.pool.num_owned() == 5
+    threading.Timer(0.05, may_write.set).start()
+    taken = [cache.allocate() for _ in range(5)]
+    assert None not in taken
+    for page in taken:
+        cache.pool.release(page)  # type: ignore[arg-type]
+
+
+def test_page_that_others_need_on_disk_behind_it_stays(caches: Any) -> None:
+    """Its copy on disk was lost, and a request reads what comes behind it: it can neither move nor be dropped."""
+    cache = caches(pages=8)
+    past = tokens(1, 4 * P)
+    ask(cache, past)
+    cache.flush()
+    cache.demote_path(cache.tree.match(past).nodes, 1)
+    assert known(cache, past) == (P, 3 * P)
+    first = _node(cache, past, 0)
+    held = cache.find(past)
+    cache.disk.unback(first.page)
+    cache.check()
+    assert not cache.make_room(8 * PAGE_BYTES)
+    assert cache.make_room(7 * PAGE_BYTES)
+    assert known(cache, past) == (P, 3 * P)
+    cache.let_go(held)
+    assert cache.make_room(8 * PAGE_BYTES)
+    assert known(cache, past) == (0, 0)
+    cache.check()
+
+
+def test_page_behind_which_others_arrive_while_its_write_is_waited_for_stays(
+    caches: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = caches(pages=5)
+    past = tokens(1, 3 * P)
+    ask(cache, past)
+    cache.flush()
+    cache.demote_path(cache.tree.match(past).nodes, 1)
+    first = _node(cache, past, 0)
+    cache.disk.unback(first.page)
+    store, may_write = cache.disk.store, threading.Event()
+    real = store.write
+
+    def write(draft: Any) -> Any:
+        assert may_write.wait(20)
+        return real(draft)
+
+    monkeypatch.setattr(store, "write", write)
+    cache.disk.queue(first, cache.now_s(), needed=True)
+    cache.expect(past, 0.0, Standing())  # is read when the page has been written
+    taken = [cache.allocate() for _ in range(2)]
+    threading.Timer(0.05, may_write.set).start()
+    while not cache.mover._ahead:
+        pass
+    page = cache.allocate()  # needs room: the first page is all that could leave
+    assert page is not None
+    cache.check()
+    for each in [*taken, page]:
+        cache.pool.release(each)  # type: ignore[arg-type]
+
+
+# reading ahead
+
+
+def test_expected_past_is_read_ahead(caches: Any, clock: Ticks) -> None:
+    cache = caches(pages=20)
+    past = tokens(1, 4 * P + 9)
+    ask(cache, past)
+    cache.close()
+    cache = caches(pages=20)
+    assert known(cache, past) == (0, 4 * P + 9)
+    cache.expect(past, 5.0, Standing())
+    cache.flush()
+    cache.check()
+    assert known(cache, past) == (4 * P, 9)
+    assert cache.counters.read_bytes == 4 * PAGE_BYTES
+    assert _node(cache, past, 0).use.standing.soon_s == clock.now_s + 5.0
+    assert ask(cache, past) == 4 * P + 9
+
+
+def test_reading_ahead_displaces_nothing_that_is_worth_more(caches: Any, clock: Ticks) -> None:
+    cache = caches(pages=4)
+    past = tokens(1, 3 * P)
+    ask(cache, past)
+    cache.close()
+    cache = caches(pages=4)
+    ask(cache, tokens(2, 3 * P), PINNED)
+    cache.expect(past, 5.0, Standing())
+    cache.flush()
+    assert known(cache, tokens(2, 3 * P)) == (3 * P, 0)
+    assert known(cache, past) == (P, 2 * P)
+
+
+def test_page_that_cannot_be_read_ahead_stays_where_it_is(caches: Any) -> None:
+    cache = caches()
+    past = tokens(1, 3 * P)
+    ask(cache, past)
+    cache.close()
+    (path,) = run_files(cache.disk.store.folder)
+    set_byte(path, path.stat().st_size - 2 * PAGE_BYTES + 7)  # the second page
+    cache = caches()
+    cache.expect(past, 5.0, Standing())
+    cache.flush()
+    cache.check()
+    assert known(cache, past) == (P, 2 * P)
+    # whoever asks for it computes that page, and it is right on disk again
+    assert ask(cache, past) == 3 * P
+    cache.close()
+    assert ask(caches(), past) == 3 * P
+
+
+def test_past_that_is_forgotten_while_it_is_read_ahead(caches: Any) -> None:
+    cache = caches()
+    past = tokens(1, 3 * P)
+    ask(cache, past)
+    cache.close()
+    cache = caches()
+    cache.expect(past, 5.0, Standing())
+    cache.clear()
+    cache.flush()
+    assert known(cache, past) == (0, 0)
+    assert cache.pool.owned_bytes == 0
+
+
+# compression
+
+
+def test_pages_are_compressed_before_they_leave_step_by_step(caches: Any, clock: Ticks) -> None:
+    cache = caches(disk=False, pages=4, formats=(F16, Q8, Q4))
+    ask(cache, tokens(1, 4 * P))
+    clock.now_s += 100
+    page = cache.allocate()
+    cache.flush()
+    formats = [format_of(node.page.handle) for node in cache.tree.match(tokens(1, 4 * P)).nodes]
+    assert formats == [Q8, Q8, Q8, Q8]
+    cache.check()
+    more = [page, *(cache.allocate() for _ in range(2))]
+    formats = [format_of(node.page.handle) for node in cache.tree.match(tokens(1, 4 * P)).nodes]
+    assert formats == [Q4, Q4, Q4, Q4]
+    assert ask_formats(cache, tokens(1, 4 * P)) == 4 * P
+    for each in more:
+        cache.pool.release(each)  # type: ignore[arg-type]
+
+
+def ask_formats(cache: PageCache, past: list[int]) -> int:
+    """A request that reads compressed pages and leaves nothing new."""
+    request = Request(cache, past)
+    request.end()
+    return request.known_tokens
+
+
+def test_compressed_page_is_not_gone_on_with(caches: Any) -> None:
+    """A page that is partly known begins exact for whoever goes on from it; of a compressed one nothing can be taken."""
+    cache = caches(disk=False, pages=4, formats=(F16, Q8))
+    past = tokens(1, 2 * P)
+    ask(cache, past)
+    node = _node(cache, past, 1)
+    node.page.handle = cache.compressor.recode(node.page.handle, Q8)
+    found = cache.find(past[:50])
+    assert (found.num_tokens, found.partial, found.unused) == (P, None, ("format changed", 18))
+    cache.let_go(found)
+    assert known(cache, past) == (2 * P, 0)
+
+
+def test_pages_that_others_read_or_that_are_partly_filled_stay_exact(caches: Any) -> None:
+    cache = caches(disk=False, pages=5, formats=(F16, Q8))
+    past = tokens(1, 3 * P + 4)
+    ask(cache, past)
+    live = Request(cache, past[:P])
+    assert cache.compressor.squeeze(cache.tree.match(past).nodes[-1])
+    formats = [format_of(node.page.handle) for node in cache.tree.match(past).nodes]
+    assert formats == [F16, Q8, Q8, F16]
+    live.end()
+
+
+def test_compression_ahead_gives_way_to_whoever_took_the_page_meanwhile(caches: Any) -> None:
+    cache = caches(disk=False, pages=16, formats=(F16, Q8))
+    past = tokens(1, 4 * P)
+    ask(cache, past)
+    cache.compressor.squeeze_ahead(cache.tree.match(past).nodes[-1], cache.mover)
+    live = Request(cache, past[: 2 * P])
+    cache.flush()
+    formats = [format_of(node.page.handle) for node in cache.tree.match(past).nodes]
+    assert formats == [F16, F16, Q8, Q8]
+    live.end()
+    assert cache.compressor.num_pending == 0
+
+
+def test_page_is_narrowed_from_the_form_that_it_has(caches: Any) -> None:
+    cache = caches(disk=False, pages=4, formats=(F16, Q8, Q4))
+    ask(cache, tokens(1, P))
+    node = _node(cache, tokens(1, P), 0)
+    for wanted in (Q8, Q4):
+        node.page.handle = cache.compressor.recode(node.page.handle, wanted)
+    narrow = cache.compressor._narrow
+    assert isinstance(narrow, Shorten)
+    assert narrow.steps == [(F16, Q8), (Q8, Q4)]
+    assert np.array_equal(cache.pool.view(node.page.handle), page_of(tokens(1, P))[: cache.pool.format_bytes[Q4]])
+
+
+# pasts that are longer than memory
+
+
+def test_live_pages_are_backed_and_let_go_of(caches: Any) -> None:
+    cache = caches(pages=8)
+    past = tokens(1, 4 * P + 9)
+    request = Request(cache, past).grow()
+    path = cache.back(past[: 4 * P], request.pages[:4])
+    assert [node.page.place is not None for node in path] == [True] * 4
+    cache.demote_path(path, 0)
+    cache.check()
+    assert known(cache, past) == (0, 4 * P)
+    assert cache.pool.num_owned() == 5
+    request.end()
+    assert known(cache, past) == (4 * P + 9, 0)
+
+
+def test_page_that_a_path_continues_in_one_of_its_own_does_not_keep_it_in_memory(caches: Any) -> None:
+    cache = caches(pages=8)
+    past = tokens(1, 2 * P + 9)
+    ask(cache, past)
+    cache.flush()
+    path = cache.tree.match(past[: 2 * P]).nodes
+    cache.demote_path(path, 0)
+    cache.check()
+    assert cache.pool.owned_bytes == 0
+    assert known(cache, past) == (0, 2 * P + 9)
+
+
+def test_past_of_which_a_part_is_on_disk_only_is_committed_there(caches: Any) -> None:
+    cache = caches(pages=8)
+    past = tokens(1, 6 * P)
+    ask(cache, past[: 3 * P])
+    cache.flush()
+    cache.demote_path(cache.tree.match(past).nodes, 0)
+    pages = [cache.allocate() for _ in range(3)]
+    for number, page in enumerate(pages, 3):
+        assert page is not None
+        cache.pool.view(page)[:] = page_of(past[: (number + 1) * P])
+    cache.commit(past, [None] * 3 + pages, num_answer_tokens=1)
+    cache.check()
+    for page in pages:
+        cache.pool.release(page)  # type: ignore[arg-type]
+    assert known(cache, past) == (0, 6 * P)
+    assert ask(cache, past) == 6 * P
+    cache.close()
+    assert ask(caches(), past) == 6 * P
+
+
+def test_past_that_the_disk_does_not_take_is_known_as_far_as_it_was(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = caches(pages=8)
+    past = tokens(1, 6 * P)
+    ask(cache, past[: 3 * P])
+    cache.flush()
+    cache.demote_path(cache.tree.match(past).nodes, 0)
+    monkeypatch.setattr(type(cache.disk.store), "room_bytes", 0)
+    pages = [cache.allocate() for _ in range(3)]
+    cache.commit(past, [None] * 3 + pages, num_answer_tokens=1)
+    cache.check()
+    for page in pages:
+        cache.pool.release(page)  # type: ignore[arg-type]
+    assert known(cache, past) == (0, 3 * P)
+
+
+# all of it
+
+
+def test_clear_forgets_all_but_what_is_held(caches: Any, tmp_path: Path) -> None:
+    cache = caches()
+    for seed in range(3):
+        ask(cache, tokens(seed, 100))
+    live = Request(cache, tokens(1, 100)[:40])
+    cache.clear()
+    cache.check()
+    assert [sum(known(cache, tokens(seed, 100))) for seed in range(3)] == [0, 100, 0]
+    live.end()
+    cache.clear()
+    assert cache.tree.num_nodes == cache.pool.owned_bytes == 0
+    assert run_files(tmp_path) == []
+    assert cache.disk.store.used_bytes == disk_bytes(tmp_path)
+
+
+def test_counts_are_kept_on_disk_when_a_cache_is_closed(caches: Any) -> None:
+    cache = caches()
+    ask(cache, tokens(1, 100))
+    cache.close()
+    path = cache.disk.store.key_folder / "counters.json"
+    assert f'"written_bytes":{cache.counters.written_bytes}' in path.read_text()
+    assert cache.counters.written_bytes > 4 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("what", ["handle", "owner", "tier", "place", "pages"])
+def test_check_finds_books_that_do_not_agree(caches: Any, what: str) -> None:
+    cache = caches()
+    past = tokens(1, 3 * P)
+    ask(cache, past)
+    cache.flush()
+    node = _node(cache, past, 1)
+    page: Page = node.page
+    handle, place, spare = page.handle, page.place, cache.allocate()
+    if what == "handle":
+        page.handle = None
+    elif what == "owner":
+        cache.pool.release(handle)
+    elif what == "tier":
+        cache.placement.num_pages[DISK] += 1
+    elif what == "place":
+        page.place = place._replace(index=0)
+    else:
+        cache.pool.reserved_bytes = cache.pool.limit_bytes
+    with pytest.raises(AssertionError):
+        cache.check()
+    page.handle, page.place = handle, place
+    if what == "owner":
+        page.handle = spare  # the other one is gone
+        spare = None
+    cache.placement.num_pages[DISK] = cache.pool.reserved_bytes = 0
+    if spare is not None:
+        cache.pool.release(spare)
+    cache.check()
+
+
+def test_time_never_goes_back(clock: Ticks, caches: Any) -> None:
+    cache = caches(disk=False)
+    now = cache.now_s()
+    clock.now_s -= 50
+    assert cache.now_s() == now
+    clock.now_s += 60
+    assert cache.now_s() == now + 10

@@ -1,0 +1,203 @@
+"""Pages without a model: caches of small pages whose bytes follow from their tokens, and requests that check every one."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.kernels.page_formats import F16, FORMAT_BITS
+from headrace.kv.cache import Found, PageCache
+from headrace.kv.disk import DISK
+from headrace.kv.pages import PagePool, format_of, pages_for
+from headrace.kv.prices import PriceBook
+from headrace.kv.residency import DEFAULT_STANDING, Standing
+from headrace.kv.runs import PageShape
+from headrace.model.step import PAGE_TOKENS
+from tiny.memory import FixedPrices
+from tiny.runs import NOW, open_store
+
+LAYER_BYTES = (4096, 2048, 1024)
+LAYERS = 2
+PAGE_BYTES = LAYERS * LAYER_BYTES[F16]
+SHAPE = PageShape(LAYERS, LAYER_BYTES)
+
+
+class Ticks:
+    """A wall clock that stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = NOW
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Shorten:
+    """Compresses pages so that their bytes say what they were, and from which format they came."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+
+    def narrow(self, page_format: int, source: int, target: int) -> None:
+        was = source & FORMAT_BITS
+        self.steps.append((was, page_format))
+        size = LAYERS * LAYER_BYTES[page_format]
+        ctypes.memmove(target, source - was, size)
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    """A past that shares nothing with those of other seeds."""
+    return [seed, *np.random.default_rng(seed).integers(0, 1 << 20, count - 1).tolist()]
+
+
+def page_of(past: Sequence[int]) -> npt.NDArray[np.uint8]:
+    """The bytes of the last page of a past: slots of its tokens behind each other, then what was never written."""
+    start = (len(past) - 1) // PAGE_TOKENS * PAGE_TOKENS
+    page = np.zeros(PAGE_BYTES, np.uint8).reshape(PAGE_TOKENS, -1)
+    for number in range(start, len(past)):
+        digest = hashlib.blake2b(np.array(past[: number + 1], np.int64).tobytes(), digest_size=16).digest()
+        page[number - start] = np.resize(np.frombuffer(digest, np.uint8), page.shape[1])
+    return page.reshape(-1)
+
+
+def open_cache(
+    folder: Path | None = None,
+    *,
+    pages: int = 100,
+    formats: Sequence[int] = (F16,),
+    limit_bytes: int = 10**9,
+    clock: Callable[[], float] | None = None,
+    prices: PriceBook | None = None,
+) -> PageCache:
+    """A cache with memory for some exact pages, and with a folder one that keeps them."""
+    clock = clock or Ticks()
+    pool = PagePool(pages * PAGE_BYTES, [LAYERS * size for size in LAYER_BYTES])
+    store = None if folder is None else open_store(folder, shape=SHAPE, limit_bytes=limit_bytes, clock=clock)
+    cache = PageCache(pool, formats=formats, narrow=Shorten(), store=store, wall_clock=clock, timer=lambda: 0.0)
+    cache.prices = prices or FixedPrices()
+    if cache.disk is not None:
+        cache.disk._prices = cache.prices
+    return cache
+
+
+class Request:
+    """What a request does with a cache: takes what is known, checks it, makes the rest, and leaves it behind."""
+
+    def __init__(self, cache: PageCache, past: Sequence[int]) -> None:
+        self.cache, self.past = cache, list(past)
+        self.found: Found = cache.find(self.past)
+        self.pages: list[int] = []
+        self.num_read = 0
+        for number, node in enumerate(self.found.nodes):
+            if node.page.handle is not None:
+                cache.pool.share(node.page.handle)
+                self.pages.append(node.page.handle)
+            else:
+                self.pages.append(self._read(number))
+        self.known_tokens = len(self.pages) * PAGE_TOKENS
+        partial = self.found.partial
+        if partial is not None:
+            page = self._allocate()
+            if partial.page.handle is not None:
+                cache.pool.view(page)[:] = cache.pool.view(partial.page.handle)
+            else:
+                assert self._fetch(partial.page.place, page) is None
+            self.pages.append(page)
+            self.known_tokens += self.found.partial_tokens
+        self._check()
+        self.num_tokens = self.known_tokens
+
+    def grow(self, count: int | None = None) -> Request:
+        """Makes the next tokens of the past, or all that are missing."""
+        end = len(self.past) if count is None else self.num_tokens + count
+        while len(self.pages) < pages_for(end):
+            self.pages.append(self._allocate())
+        for number in range(self.num_tokens // PAGE_TOKENS, pages_for(end)):
+            slots = self.cache.pool.view(self.pages[number]).reshape(PAGE_TOKENS, -1)
+            made = page_of(self.past[: min(end, (number + 1) * PAGE_TOKENS)]).reshape(PAGE_TOKENS, -1)
+            first, last = max(0, self.num_tokens - number * PAGE_TOKENS), min(PAGE_TOKENS, end - number * PAGE_TOKENS)
+            slots[first:last] = made[first:last]
+        self.num_tokens = end
+        return self
+
+    def end(self, standing: Standing = DEFAULT_STANDING, *, answer: int = 1) -> int:
+        """Leaves what was made to others; the tokens that were known."""
+        self.cache.let_go(self.found)
+        self.cache.commit(self.past[: self.num_tokens], self.pages, num_answer_tokens=answer, standing=standing)
+        self.drop()
+        return self.known_tokens
+
+    def drop(self) -> None:
+        """Ends without leaving anything."""
+        self.cache.let_go(self.found)
+        for page in self.pages:
+            self.cache.pool.release(page)
+        self.pages = []
+
+    def _allocate(self) -> int:
+        page = self.cache.allocate()
+        assert page is not None, "no room"
+        return page
+
+    def _fetch(self, place: object, page: int) -> str | None:
+        assert self.cache.disk is not None
+        self.num_read += 1
+        (failure,) = self.cache.disk.store.read_many([place], [self.cache.pool.view(page)])  # type: ignore[list-item]
+        return failure
+
+    def _read(self, number: int) -> int:
+        node = self.found.nodes[number]
+        assert self.cache.disk is not None
+        assert node.tier == DISK
+        page = self.cache.allocate(self.cache.disk.format_of(node.page.place))
+        assert page is not None, "no room"
+        failure = self._fetch(node.page.place, page)
+        if failure is not None:  # computed again, and put right on disk
+            self.cache.pool.view(page)[:] = page_of(self.past[: (number + 1) * PAGE_TOKENS])
+        self.cache.promote(node, page)
+        if failure is not None:
+            self.cache.disk.repair(node, self.cache.pool.view(page), self.cache.now_s())
+        return page
+
+    def _check(self) -> None:
+        """Every slot that is known is what it should be."""
+        for number, page in enumerate(self.pages):
+            end = min(self.known_tokens, (number + 1) * PAGE_TOKENS)
+            size = (end - number * PAGE_TOKENS) * (PAGE_BYTES // PAGE_TOKENS)
+            expected = page_of(self.past[:end])[: min(size, len(self.cache.pool.view(page)))]
+            assert np.array_equal(self.cache.pool.view(page)[: len(expected)], expected), f"page {number}"
+            if end % PAGE_TOKENS:
+                assert format_of(page) == F16
+
+
+def ask(cache: PageCache, past: Sequence[int], standing: Standing = DEFAULT_STANDING, *, answer: int = 1) -> int:
+    """One request for a past, checked; the tokens that were known."""
+    known = Request(cache, past).grow().end(standing, answer=answer)
+    cache.check()
+    return known
+
+
+def known(cache: PageCache, past: Sequence[int]) -> tuple[int, int]:
+    """Tokens of a past that are known in memory, and on disk only."""
+    found = cache.find(past)
+    near = min(found.num_near * PAGE_TOKENS, found.num_tokens)
+    if found.partial is not None and found.partial.page.handle is not None:
+        near += found.partial_tokens
+    cache.let_go(found)
+    return near, found.num_tokens - near
+
+
+def check_nothing_is_held(cache: PageCache) -> None:
+    """Books agree, and all memory that is taken belongs to the tree."""
+    cache.flush()
+    cache.check()
+    handles = [node.page.handle for node in cache.tree.nodes() if node.page.handle is not None]
+    assert all(cache.pool.owners(handle) == 1 for handle in handles)
+    assert all(node.pins == 0 for node in cache.tree.nodes())
+    assert cache.pool.owned_bytes == sum(cache.pool.format_bytes[format_of(handle)] for handle in handles)
+    assert cache.pool.reserved_bytes == 0
