@@ -154,9 +154,10 @@ class Request:
         node = self.found.nodes[number]
         assert self.cache.disk is not None
         assert node.tier == DISK
-        page = self.cache.allocate(self.cache.disk.format_of(node.page.place))
+        place = node.page.place  # None if a page before it took it along when it was lost
+        page = self.cache.allocate(F16 if place is None else self.cache.disk.format_of(place))
         assert page is not None, "no room"
-        failure = self._fetch(node.page.place, page)
+        failure = "gone" if place is None else self._fetch(place, page)
         if failure is not None:  # computed again, and put right on disk
             self.cache.pool.view(page)[:] = page_of(self.past[: (number + 1) * PAGE_TOKENS])
         self.cache.promote(node, page)

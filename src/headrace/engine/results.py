@@ -80,9 +80,10 @@ class MissReport:
 
 @dataclass(frozen=True)
 class Reuse:
-    """Where the past of a request came from, what reading it took, and what that saved against computing it.
+    """Where the past of a request came from, what that saved, and why the rest was computed.
 
-    `streamed_bytes` were read from disk while decoding, because the past is longer than memory.
+    `load_s` is what was waited for reading; `saved_s` what computing would have taken, less that. `streamed_bytes` were read
+    from disk while decoding, because the past is longer than memory.
     """
 
     memory_tokens: int = 0

@@ -6,9 +6,9 @@ beginnings. A copy stays when its page is also in memory: then leaving memory is
     path     [A][B][C][D]        [A][B][C] ─ run 1        [D] ─ queued, its owner share keeps it in memory
                                                                  until the mover has written it
 
-A page is written if the chance of its reuse times the seconds that reading it saves over computing it is more than the
-seconds to write it, and if it is worth more than what it displaces. Moves run on the mover's thread; tree and books change
-on the caller's thread only, when `settle` picks up what has been done.
+Pages are written if the chance of their reuse times the seconds that reading them saves over computing them is more than
+what writing them costs others, and if they are worth more than what they displace. Moves run on the mover's thread; tree and
+books change on the caller's thread only, when `settle` picks up what has been done.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from headrace.kv.tree import Node
 
 RUN_BYTES = 8 << 20
 """Bytes of a run at most: what is written without a pause, and read by nobody meanwhile."""
+WRITE_COST = 0.35
+"""Seconds that others lose for each second of writing. `bench/kv.py` measured that decoding beside writes keeps 0.95 of its
+speed, and writes rest 6 of 7 seconds then."""
 RETRY_S = 30.0
 """How long nothing is written after the disk refused for a reason that lasts."""
 DISK = 1
@@ -169,10 +172,15 @@ class DiskTier:
             self.attach(now_s)
         path = last.path()
         first = next((i for i, node in enumerate(path) if node.page.place is None and node.page.writing is None), len(path))
+        groups = list(self._groups(path[first:]))
+        if not needed and groups and not self._pays(groups, now_s):
+            self._counters.refused_pages += sum(map(len, groups))
+            return []
         jobs = []
-        for group in self._groups(path[first:]):
-            if not self._admits(group, now_s, needed=needed):
-                self._counters.refused_pages += len(group)
+        for number, group in enumerate(groups):
+            worth = math.inf if needed else float(self._rule.worths([group[0]], DISK, now_s)[0])
+            if not self._make_room(self._run_bytes(len(group), format_of(group[0].page.handle)), worth, now_s):
+                self._counters.refused_pages += sum(map(len, groups[number:]))
                 break  # nor its children: they could not be reached
             jobs.append(self._write(group, now_s))
         return jobs
@@ -192,20 +200,17 @@ class DiskTier:
         if group:
             yield group
 
-    def _admits(self, group: list[Node], now_s: float, *, needed: bool) -> bool:
-        """Whether pages are worth their writing, and there is, or can be made, room for them."""
-        num_bytes = self._run_bytes(len(group), format_of(group[0].page.handle))
-        if needed:
-            return self._make_room(num_bytes, math.inf, now_s)
-        past = (group[0].depth_pages - 1) * self._tree.page_tokens
-        compute_s = self._prices.compute_s(sum(len(node.tokens) for node in group), past)
+    def _pays(self, groups: list[list[Node]], now_s: float) -> bool:
+        """Whether pages are worth their writing: seconds that finding them would save, against those that it costs others."""
+        first = groups[0][0]
+        num_bytes = sum(self._run_bytes(len(group), format_of(group[0].page.handle)) for group in groups)
+        num_tokens = sum(len(node.tokens) for group in groups for node in group)
+        compute_s = self._prices.compute_s(num_tokens, (first.depth_pages - 1) * self._tree.page_tokens)
         write_s, read_s = self._prices.write_s(num_bytes), self._prices.read_s(num_bytes)
-        # what was never measured is tried: that is how it gets measured
-        if compute_s is not None and write_s is not None:
-            saved_s = compute_s - (read_s if read_s is not None else write_s)
-            if self._rule.chance(group[0], now_s) * saved_s <= write_s:
-                return False
-        return self._make_room(num_bytes, float(self._rule.worths([group[0]], DISK, now_s)[0]), now_s)
+        if compute_s is None or write_s is None:
+            return True  # what was never measured is tried: that is how it gets measured
+        saved_s = compute_s - (write_s if read_s is None else read_s)
+        return self._rule.chance(first, now_s) * saved_s > WRITE_COST * write_s
 
     def _run_bytes(self, num_pages: int, page_format: int) -> int:
         return self.store.header_bytes(num_pages) + num_pages * self.store.page_bytes(page_format)

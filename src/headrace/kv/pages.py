@@ -1,7 +1,8 @@
 """Pages of keys and values in memory, of any format, under one bound of bytes.
 
-A page holds PAGE_TOKENS tokens of all layers and KV heads in one contiguous buffer (layouts: `kernels/page_formats.py`), so moving it anywhere is one copy. Each format has a range of addresses of its own, of which
-only the pages in use, and the free ones kept for their next use, take memory:
+A page holds PAGE_TOKENS tokens of all layers and KV heads in one contiguous buffer (layouts: `kernels/page_formats.py`), so
+moving it anywhere is one copy. Each format has a range of addresses of its own, of which only the pages in use, and the free
+ones kept for their next use, take memory:
 
     f16   [owned][owned][free][untouched ..................................]
     q8    [owned][free][given back][untouched ................]              owned + free + reserved <= limit
