@@ -17,7 +17,7 @@ from headrace.cli import loading
 from headrace.cli.app import build_app
 from headrace.cli.options import LoadOptions
 from headrace.cli.progress import ConsoleProgress
-from headrace.engine.results import GenerationResult, LedgerTotals, Piece, Reuse, Timings, TokenLogprob, Usage
+from headrace.engine.results import GenerationResult, KeptPast, LedgerTotals, Piece, Reuse, Timings, TokenLogprob, Usage
 from headrace.errors import OptionError
 
 NO_REUSE = Reuse()
@@ -237,6 +237,9 @@ class FakeModel:
 
     def read_bandwidth(self) -> float:
         return 10e9
+
+    def kept(self) -> KeptPast:
+        return KeptPast({"f16": 12, "q8": 0, "q4": 3}, 9_000_000, 750_000_000, 44_000_000, 20_000_000_000)
 
     def close(self) -> None:
         assert not any(session.open for session in self.sessions.values()), "a session is kept when it is closed"

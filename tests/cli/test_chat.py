@@ -99,9 +99,10 @@ def test_chat_stats_shows_the_last_answer_and_the_context(headrace: Any) -> None
     ending = headrace("chat", stdin="/stats\none\n/stats\n")
     lines = ending.err.splitlines()
     assert lines[0] == "context: 0 of 8,192 tokens"
-    assert lines[1] == "context: 6 of 8,192 tokens"
-    assert lines[2].startswith("prompt 3 tokens at 300 tok/s, generated 3 tokens")
-    assert "matmul q4_1" in lines[4]
+    assert lines[1] == "the past: 12 pages f16, 3 pages q4 in memory, 9 MB of 750 MB; 44 MB on disk"
+    assert lines[2] == "context: 6 of 8,192 tokens"
+    assert lines[4].startswith("prompt 3 tokens at 300 tok/s, generated 3 tokens")
+    assert any("matmul q4_1" in line for line in lines[5:])
 
 
 def test_chat_stats_option_shows_them_after_every_answer(headrace: Any) -> None:

@@ -9,7 +9,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -192,3 +192,15 @@ def test_turn_that_does_not_fit_leaves_the_session_on_disk_as_it_was(model: Mode
     with pytest.raises(ContextOverflowError):
         session.send("z" * 600)
     assert _file(folder).read_bytes() == before
+
+
+def test_model_says_what_it_keeps(model: Model, folder: Path) -> None:
+    before = model.kept()
+    assert (before.memory_pages, before.memory_bytes) == ({"f16": 0, "q8": 0, "q4": 0}, 0)
+    model.session("plan").send("z" * 100, max_tokens=4).text()
+    model.cache.flush()
+    kept = model.kept()
+    assert kept.memory_pages["f16"] * model.page_bytes() == kept.memory_bytes > 0
+    assert kept.memory_bytes <= kept.memory_limit_bytes
+    assert kept.disk_bytes is not None
+    assert kept.memory_bytes < kept.disk_bytes <= kept.disk_limit_bytes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from headrace.cli import options as o
 from headrace.cli.errors import guarded, say
 from headrace.cli.loading import loaded_model
-from headrace.cli.report import Speeds, closing_line, miss_lines, print_line, print_operations, result_document
+from headrace.cli.report import Speeds, closing_line, kept_line, miss_lines, print_line, print_operations, result_document
 from headrace.cli.session import open_session, opening_line
 from headrace.cli.turns import TurnReader, parse_command, save_conversation
 from headrace.errors import HeadraceError, OptionError
@@ -184,6 +184,7 @@ class Conversation:
             print_line(f"saved {len(self._chat.messages)} messages to {path}")
         elif name == "/stats":
             print_line(f"context: {len(self._chat.token_ids):,} of {self._model.context_tokens:,} tokens")
+            print_line(kept_line(self._model.kept()))
             if self._last is not None:
                 self._print_stats(self._last)
         elif name == "/sessions":

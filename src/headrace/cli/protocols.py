@@ -8,7 +8,7 @@ from typing import Protocol
 
 from headrace.engine.bench import BenchModel
 from headrace.engine.kv_bench import KvBenchModel
-from headrace.engine.results import GenerationResult, Piece
+from headrace.engine.results import GenerationResult, KeptPast, Piece
 
 
 class OperationRow(Protocol):
@@ -138,6 +138,9 @@ class ModelLike(BenchModel, KvBenchModel, Protocol):
 
     def session_names(self) -> Sequence[str]:
         """Names of the sessions that can be gone on with, sorted."""
+
+    def kept(self) -> KeptPast:
+        """What is kept of the past now, in memory and on disk."""
 
     def close(self) -> None:
         """Stops the worker team and gives memory back."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from headrace.engine.results import GenerationResult, Reuse
+from headrace.engine.results import GenerationResult, KeptPast, Reuse
 from headrace.model.step import LedgerTotals
 from headrace.units import format_bytes, format_seconds
 
@@ -156,6 +156,13 @@ def print_line(line: str) -> None:
     else:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
+
+
+def kept_line(kept: KeptPast) -> str:
+    """'the past: 12 pages f16 in memory, 8.85 MB of 755 MB; 44.3 MB on disk'."""
+    pages = ", ".join(f"{count:,} pages {name}" for name, count in kept.memory_pages.items() if count) or "no pages"
+    disk = "nothing on disk" if kept.disk_bytes is None else f"{format_bytes(kept.disk_bytes)} on disk"
+    return f"the past: {pages} in memory, {format_bytes(kept.memory_bytes)} of {format_bytes(kept.memory_limit_bytes)}; {disk}"
 
 
 def _rate(amount: float, seconds: float) -> float | None:

@@ -66,7 +66,12 @@ class MemorySettings:
         memory_bytes = config.kv_memory_bytes if memory is None else parse_memory(str(memory), "kv_memory")
         names = formats if formats is None or isinstance(formats, str) else ",".join(formats)
         path = config.kv_dir if folder is None else Path(folder).expanduser()
-        disk_bytes = min(config.kv_disk_bytes, _spare_bytes(path)) if disk is None else parse_size(str(disk), "kv_disk")
+        if disk is not None:
+            disk_bytes = parse_size(str(disk), "kv_disk")
+        else:
+            # a folder that was asked for is used, or its error told
+            spare_bytes = _spare_bytes(path)
+            disk_bytes = min(config.kv_disk_bytes, spare_bytes if spare_bytes or folder is None else config.kv_disk_bytes)
         chosen = config.kv_formats if names is None else parse_formats(names, "kv_formats")
         optional = folder is None and disk is None
         return cls(path, memory_bytes, disk_bytes, config.kv_daily_bytes, chosen, optional)

@@ -29,6 +29,7 @@ from headrace.engine.loading import LoadedWeights, load_weights, prepare_kernels
 from headrace.engine.memory import MemorySettings, check_room, open_memory
 from headrace.engine.past import count_reuse
 from headrace.engine.records import Places, kernels_of
+from headrace.engine.results import KeptPast
 from headrace.engine.sampler import Sampler, SamplingOptions, SamplingParams, sampling_params
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.errors import OptionError
@@ -91,9 +92,9 @@ def load(
 
     def check(shape: ModelConfig, weights_bytes: int) -> None:
         plan_memory(shape, weights_bytes, context, free_bytes, memory.memory_bytes)
-        check_room(memory, page_bytes(shape))
 
     weights = load_weights(path, settings.packed_dir if cache else None, shown, check)
+    check_room(memory, page_bytes(weights.config))
     loaded = Model(path, weights, library, threads=team, context=context, progress=shown, free_bytes=free_bytes, memory=memory)
     loaded.load_s = time.perf_counter() - start
     return loaded
@@ -277,6 +278,18 @@ class Model:
         """Names of the sessions that can be gone on with, sorted."""
         kept = [] if self._session_files is None else [record.name for record in self._session_files.all()]
         return sorted({*kept, *self._sessions})
+
+    def kept(self) -> KeptPast:
+        """What is kept of the past now, in memory and on disk."""
+        cache, pool = self.cache, self.cache.pool
+        store = None if cache.disk is None else cache.disk.store
+        return KeptPast(
+            memory_pages={name: pool.num_owned(code) for code, name in enumerate(FORMAT_NAMES)},
+            memory_bytes=pool.owned_bytes + pool.reserved_bytes,
+            memory_limit_bytes=pool.limit_bytes,
+            disk_bytes=None if store is None else store.used_bytes,
+            disk_limit_bytes=0 if store is None else store.used_bytes + store.room_bytes,
+        )
 
     def drop_session(self, name: str) -> None:
         """Forgets the object of a session that was closed."""

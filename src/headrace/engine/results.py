@@ -97,6 +97,20 @@ class Reuse:
 
 
 @dataclass(frozen=True)
+class KeptPast:
+    """What a model keeps of the past now: pages in memory by format, and bytes of everything in memory and on disk.
+
+    `disk_bytes` is None if nothing is kept on disk.
+    """
+
+    memory_pages: dict[str, int]
+    memory_bytes: int
+    memory_limit_bytes: int
+    disk_bytes: int | None
+    disk_limit_bytes: int
+
+
+@dataclass(frozen=True)
 class GenerationResult:
     """Everything known at the end of a generation."""
 
