@@ -22,6 +22,7 @@ from headrace.kv import cache as kv_cache
 from headrace.kv.pages import page_bytes
 from headrace.kv.prices import PriceBook
 from headrace.weights.progress import NullProgress
+from tiny.memory import FixedPrices
 from tiny.models import TinySpec, write_model
 
 
@@ -71,9 +72,7 @@ def check_memory(model: Model) -> None:
 @functools.lru_cache(maxsize=4)
 def _packed_once(path: Path) -> LoadedWeights:
     """Weights with the digest of their file, for tests that open one file again and again."""
-    return dataclasses.replace(
-        load_weights(path, None, NullProgress()), digest=hashlib.sha256(path.read_bytes()).hexdigest()
-    )
+    return dataclasses.replace(load_weights(path, None, NullProgress()), digest=hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def open_model(
@@ -145,6 +144,27 @@ def open_tiny(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Callab
         return model
 
     return load
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the past is kept."""
+    return tmp_path / "kv"
+
+
+@pytest.fixture
+def open_kept(open_tiny: Callable[..., Model], folder: Path) -> Iterator[Callable[..., Model]]:
+    """As `open_tiny`, with a past on disk, some memory, and computing that is dear; nobody may hold anything at the end."""
+    models: list[Model] = []
+
+    def load(spec: TinySpec, **options: object) -> Model:
+        models.append(open_tiny(spec, **{"folder": folder, "pages": 64, "prices": FixedPrices(), **options}))
+        return models[-1]
+
+    yield load
+    for model in models:
+        if not model._closed:
+            check_memory(model)
 
 
 @pytest.fixture

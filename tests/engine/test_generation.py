@@ -113,9 +113,7 @@ def test_generation_cancelled_before_it_starts_makes_nothing(model: Model) -> No
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_closed_generation_gives_its_pages_back(
-    model: Model, checked_memory: Callable[[Model], None], started: bool
-) -> None:
+def test_closed_generation_gives_its_pages_back(model: Model, checked_memory: Callable[[Model], None], started: bool) -> None:
     free = model.cache.pool.num_free
     generation = model.generate(PROMPT, raw=True)
     if started:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 CONTEXT = 1536
 SPECS = {
-    "llama": TinySpec(ends=False, context=CONTEXT, layers=4, seed=21),
-    "gemma3": TinySpec("gemma3", ends=False, context=CONTEXT, layers=7, kv_heads=1, window=72, seed=22),
+    "llama": TinySpec(ends=False, context=CONTEXT, layers=8, kv_heads=1, seed=21),
+    "gemma3": TinySpec("gemma3", ends=False, context=CONTEXT, layers=8, kv_heads=1, window=72, seed=22),
 }
 EDGES = (1, 31, 32, 33, 64, 65, 96, 130, 255, 256, 257, 400, 512, 700, 1000)
 """Lengths around the ends of pages and steps."""
@@ -75,7 +75,9 @@ class Open:
 class MemoryMachine(RuleBasedStateMachine):
     """One user of a model, with as little memory and disk as may be."""
 
+    formats: tuple[str, ...] = ("f16",)
     open_model: Callable[..., Model]
+    check_memory: Callable[[Model], None]
     paths: dict[str, Path]
     references: dict[str, Reference]
 
@@ -109,6 +111,7 @@ class MemoryMachine(RuleBasedStateMachine):
             disk_bytes=self.disk_bytes,
             wall_clock=self.clock,
             prices=FixedPrices(*PRICES[self.prices]),
+            formats=self.formats,
         )
 
     # answers
@@ -140,13 +143,15 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def end(self, each: Open) -> None:
         answer = list(each.generation.token_ids)
-        self.reference.check(each.prompt_ids, answer, each.sampled)
+        if self.formats == ("f16",):
+            self.reference.check(each.prompt_ids, answer, each.sampled)
         reuse = each.generation.result.reuse
         known = reuse.memory_tokens + reuse.disk_tokens
         if each.sampled:
             assert known + reuse.computed_tokens == len(each.prompt_ids)
             # every miss has a reason: all but the last token, which is always computed
-            assert sum(miss.num_tokens for miss in reuse.misses) == len(each.prompt_ids) - 1 - known
+            misses = [miss for miss in reuse.misses if "for a step" not in miss.detail]
+            assert sum(miss.num_tokens for miss in misses) == len(each.prompt_ids) - 1 - known
         self.pasts = [*self.pasts[-5:], [*each.prompt_ids, *answer]]
 
     def prompt(self, document: list[int], length: int, more: list[int]) -> list[int]:
@@ -323,21 +328,28 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 @pytest.fixture
-def machine(tiny_models: TinyModels, open_path: Callable[..., Model], checked_memory: Callable[[Model], None]) -> Iterator[Any]:
+def machine(tiny_models: TinyModels, open_path: Callable[..., Model], checked_memory: Callable[[Model], None]) -> Any:
     class Machine(MemoryMachine):
         open_model = staticmethod(open_path)
         check_memory = staticmethod(checked_memory)
-        paths = {name: tiny_models.path(spec) for name, spec in SPECS.items()}  # noqa: RUF012
-        references = {name: Reference(tiny_models.load(spec)) for name, spec in SPECS.items()}  # noqa: RUF012
 
+    Machine.paths = {name: tiny_models.path(spec) for name, spec in SPECS.items()}
+    Machine.references = {name: Reference(tiny_models.load(spec)) for name, spec in SPECS.items()}
     return Machine
 
 
-def test_whatever_happens_to_the_past_changes_no_bit(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "_PAGES_STEP", 2)  # room for pages from disk is made for so many at a time
+@pytest.mark.parametrize(("formats", "num_examples"), [("f16", NUM_EXAMPLES), ("f16,q8,q4", NUM_EXAMPLES // 3)])
+def test_whatever_happens_to_the_past_changes_no_bit_and_breaks_no_bound(
+    machine: Any, monkeypatch: pytest.MonkeyPatch, formats: str, num_examples: int
+) -> None:
+    """Bits are compared where pages are exact; where they are compressed, books and bounds hold all the same."""
+    # what reading takes is in proportion to memory, as with models of real size
+    monkeypatch.setattr(streaming, "_PAGES_STEP", 2)
+    monkeypatch.setattr(streaming, "_GROUP_BYTES", 4096)
+    machine.formats = tuple(formats.split(","))
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=NUM_EXAMPLES, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=num_examples, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

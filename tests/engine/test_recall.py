@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,9 @@ from headrace.engine.model import Model
 from headrace.engine.results import MissReport
 from headrace.kv.disk import DISK
 from headrace.kv.mover import READ_GROUP_PAGES
+from headrace.kv.pages import format_of
 from headrace.model.step import PAGE_TOKENS
-from tiny.memory import FixedPrices, Reference, answer, run_files
+from tiny.memory import Reference, answer, run_files
 from tiny.models import TinySpec
 from tiny.runs import set_byte
 
@@ -43,22 +45,8 @@ def reference(tiny_models: TinyModels) -> Reference:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def opened(open_tiny: Open, folder: Path, checked_memory: Callable[[Model], None]) -> Iterator[Open]:
-    models: list[Model] = []
-
-    def load(**options: object) -> Model:
-        models.append(open_tiny(SPEC, **{"folder": folder, "pages": 64, "prices": FixedPrices(), **options}))
-        return models[-1]
-
-    yield load
-    for model in models:
-        if not model._closed:
-            checked_memory(model)
+def opened(open_kept: Open) -> Open:
+    return partial(open_kept, SPEC)
 
 
 @pytest.fixture
@@ -90,9 +78,7 @@ def _damage(model: Model, past: Sequence[int], *numbers: int) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 100, 256, 257, 300, 513])
 @pytest.mark.parametrize("restart", [False, True])
-def test_known_past_of_any_length_gives_the_same_bits(
-    opened: Open, reference: Reference, length: int, restart: bool
-) -> None:
+def test_known_past_of_any_length_gives_the_same_bits(opened: Open, reference: Reference, length: int, restart: bool) -> None:
     model = opened()
     answer(model, reference, _ids(length), 1)
     if restart:
@@ -174,6 +160,54 @@ def test_several_lost_pages_are_computed_in_order(opened: Open, reference: Refer
         model.close()
 
 
+@pytest.mark.parametrize("count", [3 * P + 20, 12 * P + 20])
+def test_damaged_page_of_which_only_a_part_is_wanted_takes_nothing_along(
+    opened: Open, reference: Reference, keep: Callable[..., None], count: int
+) -> None:
+    """Whoever asks for all of it puts it right; what lies behind it on disk is not given up before."""
+    prompt = _ids(20 * P)
+    keep(prompt)
+    model = opened()
+    number = count // P
+    _damage(model, prompt[:-1], number)
+    reuse = answer(model, reference, [*prompt[:count], 7, 8], 4).result.reuse
+    assert ("damaged", number * P, 20) in _told(reuse.misses)
+    reuse = answer(model, reference, prompt, 4).result.reuse
+    assert _told(reuse.misses) == [("damaged", number * P, P)]
+    model.close()
+    assert answer(opened(), reference, prompt, 4).result.reuse.disk_tokens == len(prompt) - 1
+
+
+@pytest.mark.parametrize("num_pages", [5, 12])
+@pytest.mark.parametrize("number", [0, 3])
+def test_damaged_page_that_is_compressed_is_computed_without_touching_others(opened: Open, num_pages: int, number: int) -> None:
+    """It is computed exactly, which takes more memory than the page has, and compressed again."""
+    formats = ("f16", "q8", "q4")
+    prompt = _ids(num_pages * P + 9)
+    model = opened(formats=formats)
+    model.cache.disk._silent_until = float("inf")
+    model.generate_ids(prompt, max_tokens=1).text()
+    cache = model.cache
+    pages = []
+    nodes = cache.tree.match(prompt).nodes[:num_pages]
+    for at, node in enumerate(nodes):
+        node.page.handle = cache.compressor.recode(node.page.handle, 1 + at % 2)
+        pages.append(cache.pool.view(node.page.handle).copy())
+    cache.disk.queue(nodes[-1], cache.now_s(), needed=True)
+    model.close()
+    again = opened(formats=formats)
+    _damage(again, prompt[: num_pages * P], number)
+    generation = again.generate_ids([*prompt[: num_pages * P], 7], max_tokens=4, temperature=0.0, ignore_end=True)
+    generation.text()
+    assert _told(generation.result.reuse.misses) == [("damaged", number * P, P)]
+    again.cache.check()
+    nodes = again.cache.tree.match(prompt[: num_pages * P]).nodes
+    for at, (node, page) in enumerate(zip(nodes, pages, strict=True)):
+        assert format_of(node.page.handle) == 1 + at % 2
+        if at != number:
+            assert np.array_equal(again.cache.pool.view(node.page.handle), page)
+
+
 def test_past_that_another_request_lost_is_not_given_to_anybody(
     opened: Open, reference: Reference, keep: Callable[..., None]
 ) -> None:
@@ -251,9 +285,7 @@ class _Gate:
         monkeypatch.setattr(store, "read_many", read_many)
 
 
-@pytest.mark.parametrize(
-    ("num_pages", "rounds"), [(5, 0), (5, 1), *((READ_GROUP_PAGES + 5, rounds) for rounds in range(4))]
-)
+@pytest.mark.parametrize(("num_pages", "rounds"), [(5, 0), (5, 1), *((READ_GROUP_PAGES + 5, rounds) for rounds in range(4))])
 def test_interrupted_reading_leaves_no_unread_page_behind(
     opened: Open,
     reference: Reference,
@@ -302,6 +334,39 @@ def test_interrupted_reading_leaves_no_unread_page_behind(
     model.cache.check()
     assert all(node.pins == 0 for node in model.cache.tree.nodes())
     answer(model, reference, prompt, 4)
+
+
+def test_interrupted_wait_for_pages_of_which_one_is_lost_leaves_no_unread_page_behind(
+    opened: Open, reference: Reference, keep: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page is damaged in its first layers, so all are waited for before the step is repeated; somebody loses patience."""
+    prompt = _ids(12 * P + 9)
+    keep(prompt)
+    model = opened()
+    _damage(model, prompt[:-1], 3)
+    store, mover, may_go_on = model.cache.disk.store, model.cache.mover, threading.Event()
+    read_many, wait_layer, num_bands = store.read_many, mover.wait_layer, [0]
+
+    def first_band_only(places: Sequence[Any], targets: Sequence[Any], layers: range | None = None) -> Any:
+        num_bands[0] += layers is not None
+        assert num_bands[0] < 2 or may_go_on.wait(20)
+        return read_many(places, targets, layers)
+
+    def interrupted(job: Any, layer: int) -> None:
+        if layer == len(model.config.layers) - 1 and job.failures:
+            threading.Timer(0.05, may_go_on.set).start()
+            raise KeyboardInterrupt
+        wait_layer(job, layer)
+
+    monkeypatch.setattr(store, "read_many", first_band_only)
+    monkeypatch.setattr(mover, "wait_layer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate_ids(prompt, max_tokens=4, temperature=0.0, ignore_end=True).text()
+    monkeypatch.undo()
+    model.cache.check()
+    reuse = answer(model, reference, prompt, 4).result.reuse
+    assert reuse.disk_tokens > 0
+    assert {miss.reason for miss in reuse.misses} == {"damaged"}
 
 
 def test_answer_that_is_cancelled_while_pages_arrive_ends_at_once(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,9 @@ from headrace.engine.model import Model
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.errors import ContextOverflowError
 from headrace.kv import runs
-from headrace.kv.pages import pages_for
+from headrace.kv.pages import format_of, pages_for
 from headrace.model.step import PAGE_TOKENS
-from tiny.memory import FixedPrices, Reference, answer, run_files
+from tiny.memory import Reference, answer, run_files
 from tiny.models import TinySpec
 from tiny.runs import set_byte
 
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
     from conftest import TinyModels
 
 SPECS = {
-    "llama": TinySpec(ends=False, context=1536, layers=4, seed=34),
-    "gemma3": TinySpec("gemma3", ends=False, context=1536, layers=7, kv_heads=1, window=72, seed=35),
+    "llama": TinySpec(ends=False, context=1536, layers=8, kv_heads=1, seed=34),
+    "gemma3": TinySpec("gemma3", ends=False, context=1536, layers=8, kv_heads=1, window=72, seed=35),
 }
 P = PAGE_TOKENS
 
@@ -49,30 +50,11 @@ def reference(tiny_models: TinyModels, spec: TinySpec) -> Reference:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def opened(
-    open_tiny: Open,
-    folder: Path,
-    spec: TinySpec,
-    checked_memory: Callable[[Model], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Open]:
-    """Opens the model with memory for 20 pages; room for pages on disk is taken for two at a time, as they are small."""
+def opened(open_kept: Open, spec: TinySpec, monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens the model with memory for 20 pages. What reading takes is in proportion to that, as with models of real size."""
     monkeypatch.setattr(streaming, "_PAGES_STEP", 2)
-    models: list[Model] = []
-
-    def load(**options: object) -> Model:
-        models.append(open_tiny(spec, **{"folder": folder, "pages": 20, "prices": FixedPrices(), **options}))
-        return models[-1]
-
-    yield load
-    for model in models:
-        if not model._closed:
-            checked_memory(model)
+    monkeypatch.setattr(streaming, "_GROUP_BYTES", 4096)
+    return partial(open_kept, spec, pages=20)
 
 
 def _check_room(sequence: TokenSequence) -> None:
@@ -139,6 +121,23 @@ def test_shrinking_gives_room_back_and_growing_again_is_exact(opened: Open, refe
     sequence.close()
 
 
+def test_shrinking_into_a_page_that_others_know_leaves_it_to_them(opened: Open, reference: Reference) -> None:
+    """What left the sequence for the disk became known on the way; a sequence that goes on otherwise must not write to it."""
+    model = opened()
+    ids = _ids(800)
+    sequence = model.sequence()
+    sequence.append(ids)
+    for kept in (790, 700, 50):
+        sequence.truncate(kept)
+        both = [*ids[:kept], *_ids(70, kept)]
+        assert _same(sequence.append(both[kept:]), reference.logits(both)[-1])
+        sequence.truncate(kept)
+        sequence.append(ids[kept:])
+    sequence.close()
+    assert answer(model, reference, ids[:770], 4).result.reuse.disk_tokens > 0
+    answer(model, reference, ids[:80], 4)
+
+
 def test_all_logits_of_a_long_prompt_are_exact(opened: Open, reference: Reference) -> None:
     model = opened()
     ids = _ids(900)
@@ -179,6 +178,26 @@ def test_pages_that_others_share_stay_with_them(opened: Open, reference: Referen
     reference.check([*stem, *_ids(20, 1)], short.token_ids, [])
 
 
+@pytest.mark.parametrize("disk", [False, True])
+def test_pages_are_compressed_before_any_stays_on_disk(opened: Open, folder: Path, disk: bool) -> None:
+    model = opened(folder=folder if disk else None, formats=("f16", "q8", "q4"))
+    prompt = _ids(1000)
+    generation = model.generate_ids(prompt, max_tokens=30, temperature=0.0, ignore_end=True)
+    next(generation)
+    sequence = generation._sequence
+    formats = [format_of(page) for page in sequence.pages if page is not None]
+    assert len(formats) == len(sequence.pages)
+    assert formats == sorted(formats, reverse=True)  # the oldest are the smallest
+    assert formats[-1] == 0
+    generation.text()
+    assert len(generation.token_ids) == 30
+    assert generation.result.reuse.streamed_bytes == 0
+    again = model.generate_ids([*prompt, *generation.token_ids], max_tokens=4, temperature=0.0, ignore_end=True)
+    again.text()
+    assert again.result.reuse.memory_tokens >= 1024  # the page behind must begin exact
+    model.cache.check()
+
+
 # no room
 
 
@@ -197,20 +216,19 @@ def test_disk_that_refuses_is_named_and_the_next_answer_goes_on(
     opened: Open, reference: Reference, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     model = opened()
+    real = runs._write
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(runs, "_write", full)
-    with pytest.raises(ContextOverflowError, match="the disk took no pages: disk full, .*No space left"):
+    with pytest.raises(ContextOverflowError, match=r"the disk took no pages: disk full, .*No space left"):
         model.generate_ids(_ids(900), max_tokens=4).text()
     model.cache.check()
     assert model.cache.pool.reserved_bytes == 0
     assert run_files(folder) == []
     answer(model, reference, _ids(500), 4)
-    monkeypatch.setattr(runs, "_write", runs._write)
-    monkeypatch.undo()
-    monkeypatch.setattr(streaming, "_PAGES_STEP", 2)
+    monkeypatch.setattr(runs, "_write", real)
     assert answer(model, reference, _ids(900), 4).result.reuse.streamed_bytes > 0
 
 
@@ -243,8 +261,47 @@ def test_page_that_is_lost_on_disk_is_computed_again(
     generation.text()
     reference.check(prompt, generation.token_ids, [])
     assert len(generation.token_ids) == 60
+    lost = [miss for miss in generation.result.reuse.misses if miss.reason == "damaged"]
+    assert cold[min(which)] * P in {miss.at_token for miss in lost}
+    assert all("lost on disk while it was read for a step" in miss.detail for miss in lost)
     # it is whole again, in memory and on disk
     assert answer(model, reference, [*prompt, *generation.token_ids], 4).result.reuse.disk_tokens > 0
+
+
+@pytest.mark.parametrize("length", range(917, 924))
+def test_page_that_is_lost_while_several_tokens_are_computed_ahead(
+    opened: Open, reference: Reference, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages taken for the tokens to come lie behind the lost one, and go with it."""
+    model = opened()
+    prompt = _ids(length)
+    generation = model.generate_ids(prompt, max_tokens=30, temperature=0.0, ignore_end=True)
+    next(generation)
+    _damage(model, generation._sequence, 1)
+    monkeypatch.setattr(generation, "_steps_ahead", lambda: 8)
+    generation.text()
+    reference.check(prompt, generation.token_ids, [])
+    assert len(generation.token_ids) == 30
+
+
+@pytest.mark.parametrize("how", ["held", "shared"])
+def test_pages_that_stay_in_memory_for_others_are_passed_over(opened: Open, reference: Reference, how: str) -> None:
+    """Leaving them makes no room: somebody holds the past that they are the beginning of, or works with them."""
+    model = opened()
+    stem = _ids(6 * P)
+    answer(model, reference, stem, 1)
+    cache = model.cache
+    found, pages = cache.find(stem), []
+    if how == "shared":
+        cache.let_go(found)
+        pages = [node.page.handle for node in cache.tree.match(stem).nodes]
+        for page in pages:
+            cache.pool.share(page)
+    generation = answer(model, reference, [*stem, *_ids(500, 1)], 20)
+    assert generation.result.reuse.streamed_bytes > 0
+    cache.let_go(found)
+    for page in pages:
+        cache.pool.release(page)
 
 
 @pytest.mark.parametrize("every", [True, False])
@@ -281,13 +338,13 @@ def test_files_that_vanish_again_and_again(opened: Open, reference: Reference, f
 
 
 def test_past_on_disk_that_another_answer_finds_lost(opened: Open, reference: Reference) -> None:
-    model = opened(pages=36)
+    model = opened(pages=28)
     prompt = _ids(900)
     long = model.generate_ids(prompt, max_tokens=30, temperature=0.0, ignore_end=True)
     next(long)
     cold = sorted(long._sequence.cold)
     _damage(model, long._sequence, cold[1])
-    answer(model, reference, [*prompt[:150], 7], 4)
+    answer(model, reference, [*prompt[:70], 7], 4)
     model.cache.check()
     long.text()
     reference.check(prompt, long.token_ids, [])

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from headrace.kernels.page_formats import F16, Q4, Q8
 from headrace.kv.cache import PageCache
 from headrace.kv.disk import DISK, Page
-from headrace.kv.pages import format_of
 from headrace.kv.residency import Standing
 from headrace.model.step import PAGE_TOKENS
 from tiny.caches import (
     PAGE_BYTES,
+    Gate,
     Request,
-    Shorten,
     Ticks,
     ask,
     check_nothing_is_held,
     known,
     open_cache,
-    page_of,
     tokens,
 )
 from tiny.memory import run_files
-from tiny.runs import disk_bytes, set_byte
+from tiny.runs import disk_bytes
 
 P = PAGE_TOKENS
 PINNED = Standing(pinned=True)
@@ -222,19 +217,27 @@ def test_wish_for_a_past_with_one_more_token_reaches_its_last_page(caches: Any) 
 
 def test_page_on_its_way_to_disk_is_waited_for_and_not_lost(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = caches(pages=4)
-    store, may_write = cache.disk.store, threading.Event()
-    real = store.write
-
-    def write(draft: Any) -> Any:
-        assert may_write.wait(20)
-        return real(draft)
-
-    monkeypatch.setattr(store, "write", write)
+    gate = Gate(monkeypatch, cache.disk.store, "write")
     ask(cache, tokens(1, 3 * P))
     assert _node(cache, tokens(1, 3 * P), 0).page.writing is not None
-    threading.Timer(0.05, may_write.set).start()
+    gate.open(0.05)
     ask(cache, tokens(2, 3 * P))
     assert known(cache, tokens(1, 3 * P)) == (P, 2 * P)
+
+
+def test_page_that_grows_while_its_beginning_is_written_is_written_too(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = caches()
+    gate = Gate(monkeypatch, cache.disk.store, "write")
+    past = tokens(1, 2 * P)
+    ask(cache, past[: P + 5])
+    ask(cache, past[: P + 9])
+    gate.open()
+    cache.flush()
+    cache.check()
+    assert known(cache, past) == (P + 9, 0)
+    assert _node(cache, past[: P + 9], 1).page.place is not None
+    cache.close()
+    assert ask(caches(), past[: P + 9]) == P + 9
 
 
 def test_bound_counts_what_is_reserved(caches: Any) -> None:
@@ -267,25 +270,19 @@ def test_room_is_what_can_be_had(caches: Any, disk: bool) -> None:
     live.end()
 
 
-def test_memory_of_pages_that_left_the_tree_while_they_are_written_is_waited_for(
+def test_memory_that_is_being_read_into_is_waited_for_before_a_request_fails(
     caches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = caches(pages=5)
-    store, may_write = cache.disk.store, threading.Event()
-    real = store.write
-
-    def write(draft: Any) -> Any:
-        assert may_write.wait(20)
-        return real(draft)
-
-    monkeypatch.setattr(store, "write", write)
-    past = tokens(1, 3 * P + 5)
+    cache = caches(pages=4)
+    past = tokens(1, 3 * P)
     ask(cache, past)
-    grown = Request(cache, [*past, 1, 2]).grow()  # its last page takes the place of the one being written
-    grown.end()
-    assert cache.pool.num_owned() == 5
-    threading.Timer(0.05, may_write.set).start()
-    taken = [cache.allocate() for _ in range(5)]
+    cache.close()
+    cache = caches(pages=4)
+    gate = Gate(monkeypatch, cache.disk.store, "read_many")
+    cache.expect(past, 5.0, Standing())
+    assert cache.num_room() == 1
+    gate.open(0.05)
+    taken = [cache.allocate() for _ in range(4)]
     assert None not in taken
     for page in taken:
         cache.pool.release(page)  # type: ignore[arg-type]
@@ -322,228 +319,22 @@ def test_page_behind_which_others_arrive_while_its_write_is_waited_for_stays(
     cache.demote_path(cache.tree.match(past).nodes, 1)
     first = _node(cache, past, 0)
     cache.disk.unback(first.page)
-    store, may_write = cache.disk.store, threading.Event()
-    real = store.write
-
-    def write(draft: Any) -> Any:
-        assert may_write.wait(20)
-        return real(draft)
-
-    monkeypatch.setattr(store, "write", write)
+    gate = Gate(monkeypatch, cache.disk.store, "write")
     cache.disk.queue(first, cache.now_s(), needed=True)
-    cache.expect(past, 0.0, Standing())  # is read when the page has been written
-    taken = [cache.allocate() for _ in range(2)]
-    threading.Timer(0.05, may_write.set).start()
-    while not cache.mover._ahead:
-        pass
-    page = cache.allocate()  # needs room: the first page is all that could leave
-    assert page is not None
+    cache.expect(past, 0.0, Standing())  # two pages, which are read when the first has been written
+    wait_write = cache.mover.wait_write
+
+    def wait_longer(job: Any) -> None:
+        gate.open()
+        wait_write(job)
+        cache.mover.flush()
+
+    monkeypatch.setattr(cache.mover, "wait_write", wait_longer)
+    taken = [cache.allocate() for _ in range(3)]  # the last one needs room, and the first page is all that may leave
+    assert None not in taken
     cache.check()
-    for each in [*taken, page]:
-        cache.pool.release(each)  # type: ignore[arg-type]
-
-
-# reading ahead
-
-
-def test_expected_past_is_read_ahead(caches: Any, clock: Ticks) -> None:
-    cache = caches(pages=20)
-    past = tokens(1, 4 * P + 9)
-    ask(cache, past)
-    cache.close()
-    cache = caches(pages=20)
-    assert known(cache, past) == (0, 4 * P + 9)
-    cache.expect(past, 5.0, Standing())
-    cache.flush()
-    cache.check()
-    assert known(cache, past) == (4 * P, 9)
-    assert cache.counters.read_bytes == 4 * PAGE_BYTES
-    assert _node(cache, past, 0).use.standing.soon_s == clock.now_s + 5.0
-    assert ask(cache, past) == 4 * P + 9
-
-
-def test_reading_ahead_displaces_nothing_that_is_worth_more(caches: Any, clock: Ticks) -> None:
-    cache = caches(pages=4)
-    past = tokens(1, 3 * P)
-    ask(cache, past)
-    cache.close()
-    cache = caches(pages=4)
-    ask(cache, tokens(2, 3 * P), PINNED)
-    cache.expect(past, 5.0, Standing())
-    cache.flush()
-    assert known(cache, tokens(2, 3 * P)) == (3 * P, 0)
-    assert known(cache, past) == (P, 2 * P)
-
-
-def test_page_that_cannot_be_read_ahead_stays_where_it_is(caches: Any) -> None:
-    cache = caches()
-    past = tokens(1, 3 * P)
-    ask(cache, past)
-    cache.close()
-    (path,) = run_files(cache.disk.store.folder)
-    set_byte(path, path.stat().st_size - 2 * PAGE_BYTES + 7)  # the second page
-    cache = caches()
-    cache.expect(past, 5.0, Standing())
-    cache.flush()
-    cache.check()
-    assert known(cache, past) == (P, 2 * P)
-    # whoever asks for it computes that page, and it is right on disk again
-    assert ask(cache, past) == 3 * P
-    cache.close()
-    assert ask(caches(), past) == 3 * P
-
-
-def test_past_that_is_forgotten_while_it_is_read_ahead(caches: Any) -> None:
-    cache = caches()
-    past = tokens(1, 3 * P)
-    ask(cache, past)
-    cache.close()
-    cache = caches()
-    cache.expect(past, 5.0, Standing())
-    cache.clear()
-    cache.flush()
-    assert known(cache, past) == (0, 0)
-    assert cache.pool.owned_bytes == 0
-
-
-# compression
-
-
-def test_pages_are_compressed_before_they_leave_step_by_step(caches: Any, clock: Ticks) -> None:
-    cache = caches(disk=False, pages=4, formats=(F16, Q8, Q4))
-    ask(cache, tokens(1, 4 * P))
-    clock.now_s += 100
-    page = cache.allocate()
-    cache.flush()
-    formats = [format_of(node.page.handle) for node in cache.tree.match(tokens(1, 4 * P)).nodes]
-    assert formats == [Q8, Q8, Q8, Q8]
-    cache.check()
-    more = [page, *(cache.allocate() for _ in range(2))]
-    formats = [format_of(node.page.handle) for node in cache.tree.match(tokens(1, 4 * P)).nodes]
-    assert formats == [Q4, Q4, Q4, Q4]
-    assert ask_formats(cache, tokens(1, 4 * P)) == 4 * P
-    for each in more:
-        cache.pool.release(each)  # type: ignore[arg-type]
-
-
-def ask_formats(cache: PageCache, past: list[int]) -> int:
-    """A request that reads compressed pages and leaves nothing new."""
-    request = Request(cache, past)
-    request.end()
-    return request.known_tokens
-
-
-def test_compressed_page_is_not_gone_on_with(caches: Any) -> None:
-    """A page that is partly known begins exact for whoever goes on from it; of a compressed one nothing can be taken."""
-    cache = caches(disk=False, pages=4, formats=(F16, Q8))
-    past = tokens(1, 2 * P)
-    ask(cache, past)
-    node = _node(cache, past, 1)
-    node.page.handle = cache.compressor.recode(node.page.handle, Q8)
-    found = cache.find(past[:50])
-    assert (found.num_tokens, found.partial, found.unused) == (P, None, ("format changed", 18))
-    cache.let_go(found)
-    assert known(cache, past) == (2 * P, 0)
-
-
-def test_pages_that_others_read_or_that_are_partly_filled_stay_exact(caches: Any) -> None:
-    cache = caches(disk=False, pages=5, formats=(F16, Q8))
-    past = tokens(1, 3 * P + 4)
-    ask(cache, past)
-    live = Request(cache, past[:P])
-    assert cache.compressor.squeeze(cache.tree.match(past).nodes[-1])
-    formats = [format_of(node.page.handle) for node in cache.tree.match(past).nodes]
-    assert formats == [F16, Q8, Q8, F16]
-    live.end()
-
-
-def test_compression_ahead_gives_way_to_whoever_took_the_page_meanwhile(caches: Any) -> None:
-    cache = caches(disk=False, pages=16, formats=(F16, Q8))
-    past = tokens(1, 4 * P)
-    ask(cache, past)
-    cache.compressor.squeeze_ahead(cache.tree.match(past).nodes[-1], cache.mover)
-    live = Request(cache, past[: 2 * P])
-    cache.flush()
-    formats = [format_of(node.page.handle) for node in cache.tree.match(past).nodes]
-    assert formats == [F16, F16, Q8, Q8]
-    live.end()
-    assert cache.compressor.num_pending == 0
-
-
-def test_page_is_narrowed_from_the_form_that_it_has(caches: Any) -> None:
-    cache = caches(disk=False, pages=4, formats=(F16, Q8, Q4))
-    ask(cache, tokens(1, P))
-    node = _node(cache, tokens(1, P), 0)
-    for wanted in (Q8, Q4):
-        node.page.handle = cache.compressor.recode(node.page.handle, wanted)
-    narrow = cache.compressor._narrow
-    assert isinstance(narrow, Shorten)
-    assert narrow.steps == [(F16, Q8), (Q8, Q4)]
-    assert np.array_equal(cache.pool.view(node.page.handle), page_of(tokens(1, P))[: cache.pool.format_bytes[Q4]])
-
-
-# pasts that are longer than memory
-
-
-def test_live_pages_are_backed_and_let_go_of(caches: Any) -> None:
-    cache = caches(pages=8)
-    past = tokens(1, 4 * P + 9)
-    request = Request(cache, past).grow()
-    path = cache.back(past[: 4 * P], request.pages[:4])
-    assert [node.page.place is not None for node in path] == [True] * 4
-    cache.demote_path(path, 0)
-    cache.check()
-    assert known(cache, past) == (0, 4 * P)
-    assert cache.pool.num_owned() == 5
-    request.end()
-    assert known(cache, past) == (4 * P + 9, 0)
-
-
-def test_page_that_a_path_continues_in_one_of_its_own_does_not_keep_it_in_memory(caches: Any) -> None:
-    cache = caches(pages=8)
-    past = tokens(1, 2 * P + 9)
-    ask(cache, past)
-    cache.flush()
-    path = cache.tree.match(past[: 2 * P]).nodes
-    cache.demote_path(path, 0)
-    cache.check()
-    assert cache.pool.owned_bytes == 0
-    assert known(cache, past) == (0, 2 * P + 9)
-
-
-def test_past_of_which_a_part_is_on_disk_only_is_committed_there(caches: Any) -> None:
-    cache = caches(pages=8)
-    past = tokens(1, 6 * P)
-    ask(cache, past[: 3 * P])
-    cache.flush()
-    cache.demote_path(cache.tree.match(past).nodes, 0)
-    pages = [cache.allocate() for _ in range(3)]
-    for number, page in enumerate(pages, 3):
-        assert page is not None
-        cache.pool.view(page)[:] = page_of(past[: (number + 1) * P])
-    cache.commit(past, [None] * 3 + pages, num_answer_tokens=1)
-    cache.check()
-    for page in pages:
+    for page in taken:
         cache.pool.release(page)  # type: ignore[arg-type]
-    assert known(cache, past) == (0, 6 * P)
-    assert ask(cache, past) == 6 * P
-    cache.close()
-    assert ask(caches(), past) == 6 * P
-
-
-def test_past_that_the_disk_does_not_take_is_known_as_far_as_it_was(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = caches(pages=8)
-    past = tokens(1, 6 * P)
-    ask(cache, past[: 3 * P])
-    cache.flush()
-    cache.demote_path(cache.tree.match(past).nodes, 0)
-    monkeypatch.setattr(type(cache.disk.store), "room_bytes", 0)
-    pages = [cache.allocate() for _ in range(3)]
-    cache.commit(past, [None] * 3 + pages, num_answer_tokens=1)
-    cache.check()
-    for page in pages:
-        cache.pool.release(page)  # type: ignore[arg-type]
-    assert known(cache, past) == (0, 3 * P)
 
 
 # all of it

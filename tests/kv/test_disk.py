@@ -1,4 +1,4 @@
-"""The disk tier of the tree: what is written and when, what is found again, what makes room, and what becomes of damage."""
+"""The disk tier of the tree: what is written and when, what is found again, and what makes room."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from headrace.kv.disk import RETRY_S
 from headrace.kv.residency import Standing
 from headrace.kv.runs import parse_header
 from headrace.model.step import PAGE_TOKENS
-from tiny.caches import PAGE_BYTES, Request, Ticks, ask, check_nothing_is_held, known, open_cache, page_of, tokens
+from tiny.caches import PAGE_BYTES, Request, Ticks, ask, check_nothing_is_held, known, open_cache, tokens
 from tiny.memory import FixedPrices, run_files
-from tiny.runs import disk_bytes, set_byte
+from tiny.runs import disk_bytes
 
 P = PAGE_TOKENS
 
@@ -239,22 +239,22 @@ def test_runs_of_another_process_are_found_when_something_is_missing(opened: Ope
     assert all(_places(one, [*past, *tokens(2, P)]))
 
 
-def test_page_that_two_processes_wrote_stays_once(opened: Open, folder: Path) -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_page_that_two_processes_wrote_stays_once(opened: Open, folder: Path, first: int) -> None:
     """The older copy stays in the books of both, and the younger file goes, whoever looks first."""
-    one, two = opened(), opened()
+    caches = [opened(), opened()]
     past = tokens(1, 4 * P)
-    both = [Request(cache, past).grow() for cache in (one, two)]
-    for request in both:
+    for request in [Request(cache, past).grow() for cache in caches]:
         request.end()
         request.cache.flush()
-    first = run_files(folder)
+    older = run_files(folder)[:1]
     assert _pages_on_disk(folder) == [4, 4]
-    for cache in (two, one):
+    for cache in (caches[first], caches[1 - first]):
         cache.disk.attach(cache.now_s())
         cache.check()
-        assert run_files(folder) == first[:1]
+        assert run_files(folder) == older
         assert known(cache, past) == (4 * P, 0)
-    for cache in (one, two):
+    for cache in caches:
         assert cache.make_room(cache.pool.limit_bytes)
         assert ask(cache, past) == 4 * P  # read from the one copy
         cache.check()
@@ -295,22 +295,22 @@ def test_process_whose_copy_was_removed_uses_the_other_one_and_writes_no_third(o
 def test_more_exact_copy_is_the_one_that_stays(opened: Open, folder: Path) -> None:
     one, two = opened(formats=(F16, Q8)), opened(formats=(F16, Q8))
     past = tokens(1, 2 * P)
-    one.disk._silent_until = float("inf")
     both = [Request(cache, past).grow() for cache in (one, two)]
-    for request in both:
-        request.end()
-        request.cache.flush()
+    one.disk._silent_until = float("inf")
+    both[0].end()
     for node in one.tree.match(past).nodes:
         node.page.handle = one.compressor.recode(node.page.handle, Q8)
-    path = run_files(folder)[0]
     one.disk._silent_until = 0.0
     one.disk.queue(one.tree.match(past).last, one.now_s())
     one.flush()
-    assert len(run_files(folder)) == 2
+    both[1].end()
+    two.flush()
+    exact = run_files(folder)[1:]
+    assert len(exact) == 1
     for cache in (one, two):
         cache.disk.attach(cache.now_s())
         cache.check()
-        assert run_files(folder) == [path]
+        assert run_files(folder) == exact
         assert {cache.disk.format_of(node.page.place) for node in cache.tree.match(past).nodes} == {F16}
 
 
@@ -363,6 +363,21 @@ def test_pinned_past_is_not_displaced_on_disk(opened: Open, clock: Ticks) -> Non
         assert sum(known(cache, tokens(0, 2 * P))) == 2 * P
 
 
+def test_what_is_worth_less_than_all_that_is_kept_is_not_written(opened: Open, folder: Path, clock: Ticks) -> None:
+    cache = opened(pages=20, limit_bytes=_limit_of(4) + 8192)
+    for seed in range(2):
+        ask(cache, tokens(seed, 2 * P), Standing(pinned=True))
+    cache.flush()
+    assert cache.make_room(cache.pool.limit_bytes)
+    for seed in range(2, 5):
+        clock.now_s += 100
+        ask(cache, tokens(seed, 2 * P))
+        cache.flush()
+    assert _pages_on_disk(folder) == [2, 2]
+    assert [known(cache, tokens(seed, 2 * P)) for seed in range(2)] == [(0, 2 * P)] * 2
+    assert cache.counters.refused_pages == 6
+
+
 def test_page_that_fits_nowhere_is_dropped_and_the_bound_stays(opened: Open, folder: Path) -> None:
     limit = _limit_of(4)
     cache = opened(pages=20, limit_bytes=limit)
@@ -392,110 +407,3 @@ def test_forgotten_pages_free_their_bytes(opened: Open, folder: Path) -> None:
     assert known(cache, other) == (4 * P, 0)
     assert _pages_on_disk(folder) == [2, 2]
     assert cache.disk.store.used_bytes == disk_bytes(folder)
-
-
-# damage
-
-
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_damaged_page_is_put_right_on_disk(opened: Open, folder: Path, number: int) -> None:
-    past = tokens(1, 4 * P)
-    cache = opened()
-    ask(cache, past)
-    cache.close()
-    (path,) = run_files(folder)
-    content = path.read_bytes()
-    set_byte(path, len(content) - (4 - number) * PAGE_BYTES + 100)
-    again = opened()
-    assert ask(again, past) == 4 * P
-    again.close()
-    assert path.read_bytes() == content
-
-
-def test_page_that_is_lost_takes_what_is_behind_it_along(opened: Open, folder: Path) -> None:
-    past = tokens(1, 4 * P)
-    cache = opened()
-    ask(cache, past)
-    cache.close()
-    again = opened()
-    again.disk.lost(again.tree.match(past).nodes[1], again.now_s())
-    again.check()
-    assert known(again, past) == (0, P)
-    assert _pages_on_disk(folder) == [1]
-    found = again.find(past)
-    assert found.miss is not None
-    assert found.miss.evicted is not None
-    assert (found.miss.reason, found.miss.evicted.tier) == ("evicted", 1)
-    again.let_go(found)
-
-
-def test_lost_page_that_is_in_memory_too_stays_there(opened: Open, folder: Path) -> None:
-    past = tokens(1, 4 * P)
-    cache = opened()
-    ask(cache, past)
-    cache.flush()
-    cache.disk.lost(cache.tree.match(past).nodes[1], cache.now_s())
-    cache.check()
-    assert known(cache, past) == (4 * P, 0)
-    assert _pages_on_disk(folder) == [1]
-    # the next use writes it anew
-    ask(cache, past)
-    cache.flush()
-    assert _pages_on_disk(folder) == [1, 3]
-    assert all(_places(cache, past))
-
-
-def test_lost_page_that_somebody_holds_is_forgotten_when_it_is_let_go(opened: Open) -> None:
-    past = tokens(1, 4 * P)
-    cache = opened()
-    ask(cache, past)
-    cache.close()
-    again = opened()
-    held = again.find(past)
-    again.disk.lost(held.nodes[1], again.now_s())
-    again.check()
-    assert held.nodes[1].parent is not None
-    # nobody is given it any more
-    found = again.find(past)
-    assert (found.num_tokens, found.unused) == (P, ("gone", 3 * P))
-    again.let_go(found)
-    again.let_go(held)
-    again.check()
-    again.settle()
-    assert held.nodes[1].parent is None
-    assert again.tree.num_nodes == 1
-    again.check()
-
-
-def test_lost_page_that_is_computed_again_meanwhile_stays(opened: Open) -> None:
-    past = tokens(1, 3 * P)
-    cache = opened()
-    ask(cache, past)
-    cache.close()
-    again = opened()
-    held = again.find(past)
-    again.disk.lost(held.nodes[0], again.now_s())
-    page = again.allocate()
-    assert page is not None
-    again.pool.view(page)[:] = page_of(past[:P])
-    again.promote(held.nodes[0], page)
-    again.pool.release(page)
-    again.let_go(held)
-    again.settle()
-    again.check()
-    assert known(again, past) == (P, 0)
-
-
-def test_live_request_outlives_the_loss_of_its_past(opened: Open) -> None:
-    past = tokens(1, 5 * P)
-    cache = opened(pages=10)
-    ask(cache, past[: 3 * P])
-    cache.flush()
-    live = Request(cache, past)
-    cache.disk.lost(live.found.nodes[0], cache.now_s())
-    cache.check()
-    live.grow().end()
-    cache.check()
-    assert known(cache, past) == (5 * P, 0)
-    cache.close()
-    assert ask(opened(), past) == 5 * P

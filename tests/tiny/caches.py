@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 from headrace.kernels.page_formats import F16, FORMAT_BITS
 from headrace.kv.cache import Found, PageCache
@@ -18,7 +21,7 @@ from headrace.kv.prices import PriceBook
 from headrace.kv.residency import DEFAULT_STANDING, Standing
 from headrace.kv.runs import PageShape
 from headrace.model.step import PAGE_TOKENS
-from tiny.memory import FixedPrices
+from tiny.memory import FixedPrices, Ticks
 from tiny.runs import NOW, open_store
 
 LAYER_BYTES = (4096, 2048, 1024)
@@ -27,14 +30,21 @@ PAGE_BYTES = LAYERS * LAYER_BYTES[F16]
 SHAPE = PageShape(LAYERS, LAYER_BYTES)
 
 
-class Ticks:
-    """A wall clock that stands still unless it is moved."""
+class Gate:
+    """Some calls of a store wait until it is opened, which is soon at the latest when somebody waits for them."""
 
-    def __init__(self) -> None:
-        self.now_s = NOW
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: Any, name: str) -> None:
+        self._opened = threading.Event()
+        real = getattr(store, name)
 
-    def __call__(self) -> float:
-        return self.now_s
+        def wait(*rest: Any) -> Any:
+            assert self._opened.wait(20)
+            return real(*rest)
+
+        monkeypatch.setattr(store, name, wait)
+
+    def open(self, in_s: float = 0.0) -> None:
+        threading.Timer(in_s, self._opened.set).start()
 
 
 class Shorten:
@@ -75,7 +85,7 @@ def open_cache(
     prices: PriceBook | None = None,
 ) -> PageCache:
     """A cache with memory for some exact pages, and with a folder one that keeps them."""
-    clock = clock or Ticks()
+    clock = clock or Ticks(NOW)
     pool = PagePool(pages * PAGE_BYTES, [LAYERS * size for size in LAYER_BYTES])
     store = None if folder is None else open_store(folder, shape=SHAPE, limit_bytes=limit_bytes, clock=clock)
     cache = PageCache(pool, formats=formats, narrow=Shorten(), store=store, wall_clock=clock, timer=lambda: 0.0)

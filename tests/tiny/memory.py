@@ -50,6 +50,16 @@ class Clock:
         return time.time() + self.ahead_s
 
 
+class Ticks:
+    """A wall clock that stands still unless it is moved."""
+
+    def __init__(self, now_s: float = 1e9) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 class Reference:
     """Logits computed from nothing, by a model that keeps no past and has memory for all of it."""
 

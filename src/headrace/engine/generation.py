@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from headrace.engine.accounts import Account, OperationAccount
 from headrace.engine.ahead import MAX_STEPS
-from headrace.engine.past import Past, reuse_of
+from headrace.engine.past import Past, lost_reports, reuse_of
 from headrace.engine.recall import recall
 from headrace.engine.results import FinishReason, GenerationResult, Piece, Reuse, Timings, TokenLogprob, Usage
 from headrace.engine.sampler import Sampled, Sampler
@@ -131,7 +131,8 @@ class Generation(Iterator[Piece]):
             reuse = Reuse(memory_tokens=self._cached_tokens, computed_tokens=len(prompt) - self._cached_tokens)
         else:
             reuse = reuse_of(self._past, prompt, self._tokenizer, sequence.cache)
-        return replace(reuse, streamed_bytes=sequence.streamed_bytes, streamed_s=sequence.streamed_s)
+        misses = (*reuse.misses, *lost_reports(sequence.lost))
+        return replace(reuse, misses=misses, streamed_bytes=sequence.streamed_bytes, streamed_s=sequence.streamed_s)
 
     def operations(self) -> list[OperationAccount]:
         """Time and bytes by class of operation; prefill first, in the order of the step."""

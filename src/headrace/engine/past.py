@@ -49,6 +49,16 @@ def reuse_of(past: Past, prompt_ids: Sequence[int], tokenizer: Tokenizer, cache:
     )
 
 
+def lost_reports(lost: Sequence[tuple[str, int, int]]) -> list[MissReport]:
+    """What to report of pages that were left on disk and could not be read for a step: (reason, first token, tokens)."""
+    return [
+        MissReport(
+            "damaged" if reason == "damaged" else "gone", first, count, "it was lost on disk while it was read for a step"
+        )
+        for reason, first, count in lost
+    ]
+
+
 def count_reuse(counters: Counters, reuse: Reuse) -> None:
     """Adds what a request could not reuse, and why, and what it saved, to the counts of this process."""
     for miss in reuse.misses:

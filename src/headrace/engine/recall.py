@@ -195,7 +195,8 @@ class _Loading:
                 failure = job.outcomes[0]
             if failure is not None and node is not None and partial is not None:
                 cache.pool.release(partial)
-                disk.lost(node, cache.now_s())
+                if failure == "gone":  # what is damaged can be put right by whoever computes all of it
+                    disk.lost(node, cache.now_s())
         if node is not None:
             self._add_partial(partial, failure, from_disk=reads_partial)
 

@@ -66,6 +66,7 @@ class Sequence:
         self.token_ids: list[int] = []
         self.accounts: list[Account] = [account]
         self.streamed_bytes, self.streamed_s = 0, 0.0
+        self.lost: list[tuple[str, int, int]] = []  # pages that could not be streamed: reason, first token, tokens made anew
         # Values that are not finite may lie in the pages. Attention weighs what lies behind the last token with 0, which
         # makes no number of them, so the next owner must not find any.
         self.poisoned = False
@@ -221,9 +222,33 @@ class Sequence:
         for at in range(first, first + count, MAX_STEP_TOKENS // PAGE_TOKENS):
             end = min(at + MAX_STEP_TOKENS // PAGE_TOKENS, first + count)
             ids = list(token_ids[(at - first) * PAGE_TOKENS : (end - first) * PAGE_TOKENS])
+            formats = self._make_exact(at, end)
             if self._run(Slice(ids, at * PAGE_TOKENS, self._addresses)) is None:
                 return False
+            for number, page_format in formats.items():
+                page = self.pages[number]
+                assert page is not None
+                self.pages[number] = self.cache.compressor.recode(page, page_format)
+            if formats:
+                self.readdress()
         return True
+
+    def _make_exact(self, first: int, end: int) -> dict[int, int]:
+        """Makes pages that are going to be computed exact, as steps write no others; the formats of those that were not."""
+        formats: dict[int, int] = {}
+        for number in range(first, end):
+            page = self.pages[number]
+            if page is not None and format_of(page) != F16:
+                formats[number] = format_of(page)
+                self.cache.pool.release(page)
+                self.pages[number] = None
+        for number in formats:
+            self.pages[number] = self.cache.allocate()
+            if self.pages[number] is None:
+                raise self._no_room(self.num_tokens)
+        if formats:
+            self.readdress()
+        return formats
 
     def adopt(self, token_ids: Tokens[int], pages: Tokens[int | None], cold: dict[int, Node]) -> None:
         """Begins with a known past; the pages become this sequence's, `cold` holds those that are on disk only."""
@@ -263,6 +288,7 @@ class Sequence:
     def _reserve(self, num_tokens: int) -> None:
         """Takes pages for a number of tokens, all or none."""
         self._check_context(num_tokens)
+        self._own_last_page()
         fresh: list[int] = []
         missing = pages_for(num_tokens) - len(self.pages)
         if missing > self.cache.pool.num_free and not self._spill.is_possible and missing > self.cache.num_room():
@@ -282,11 +308,20 @@ class Sequence:
             self.pages += fresh
             self.readdress()
 
+    def _own_last_page(self) -> None:
+        """What is partly filled will be written to. What was cut from a page that others have, or a small one, is made anew."""
+        number, rest = divmod(self.num_tokens, PAGE_TOKENS)
+        page = self.pages[number] if rest else None
+        if rest and (page is None or format_of(page) != F16 or self.cache.pool.owners(page) > 1):
+            ids = self.token_ids[-rest:]
+            self.truncate(number * PAGE_TOKENS)
+            self.append(ids)
+
     def _no_room(self, num_tokens: int) -> ContextOverflowError:
         room = (len(self.pages) + self.cache.num_room()) * PAGE_TOKENS
+        reason = f"there is room for {room}" if room < num_tokens else "memory is too small to read so long a past from disk"
         return ContextOverflowError(
-            f"{num_tokens} tokens do not fit: there is room for {room}; shorten the prompt, or raise --kv-memory"
-            f"{self._spill.refusal}"
+            f"{num_tokens} tokens do not fit: {reason}; shorten the prompt, or raise --kv-memory{self._spill.refusal}"
         )
 
     def _step(self, ids: list[int], outputs: int) -> npt.NDArray[np.float32]:
@@ -302,6 +337,8 @@ class Sequence:
         None if that was all there was to do: the step's tokens are behind the lost page, and among those that were here.
         """
         count = len(part.token_ids)
+        written = self.pages[part.past_tokens // PAGE_TOKENS : pages_for(part.past_tokens + count)]
+        assert all(page is not None and format_of(page) == F16 for page in written), "a step writes to exact pages in memory"
         while self.cold or self.arrival is not None:
             cold = self._spill.cold_pages() if self.cold else None
             late = Slice(part.token_ids, part.past_tokens, self._addresses, part.num_outputs, cold, self.arrival)
@@ -311,6 +348,8 @@ class Sequence:
                 if cold is None:
                     self.arrive()
                 else:
+                    first = lost.page * PAGE_TOKENS
+                    self.lost.append((lost.reason, first, self.num_tokens - first))
                     self._spill.repair(lost.page)
                     if part.past_tokens < self.num_tokens:
                         return None

@@ -99,24 +99,16 @@ class Spill:
         if cache.disk is None or whole == 0:
             return False
         path = cache.back(sequence.token_ids[: whole * PAGE_TOKENS], sequence.pages[:whole])
-        sizes = cache.pool.format_bytes
-        near: list[int] = []
-        more = len(sequence.pages) // _SPILLED_SHARE * sizes[F16]
-        freed = 0
-        for number, node in enumerate(path):
-            page = sequence.pages[number]
-            staging = self.staging_bytes(len(sequence.cold) + len(near)) - self._reserved_bytes
-            if freed >= needed_bytes + more + staging:
-                break
-            if page is not None and node.page.place is not None:
-                near.append(number)
-                freed += sizes[format_of(page)]
-        if freed < needed_bytes + self.staging_bytes(len(sequence.cold) + len(near)) - self._reserved_bytes:
+        if not path:
             return False
-        self._let_go()
-        cache.demote_path(path, near[0])
+        self._let_go()  # what is pinned now is so by others
+        near = self._leaving(path, needed_bytes)
+        if near:
+            cache.demote_path(path, near[0])
         self._held = path[-1]
         cache.tree.pin(self._held)
+        if not near:
+            return False
         for number in near:
             page = sequence.pages[number]
             assert page is not None
@@ -124,6 +116,33 @@ class Spill:
             sequence.pages[number], sequence.cold[number] = None, path[number]
         sequence.readdress()
         return self.resize(len(sequence.cold))
+
+    def _leaving(self, path: list[Node], needed_bytes: int) -> list[int]:
+        """The oldest pages of a path that make enough room when they leave, and reading them has its own; none if none do."""
+        sequence, cache = self._sequence, self._sequence.cache
+        sizes = cache.pool.format_bytes
+        near: list[int] = []
+        more = len(sequence.pages) // _SPILLED_SHARE * sizes[F16]
+        freed = missing = 0
+        for number in range(self._num_held(path), len(path)):
+            page, copy = sequence.pages[number], path[number].page
+            missing = needed_bytes + self.staging_bytes(len(sequence.cold) + len(near)) - self._reserved_bytes - freed
+            if missing + more <= 0:
+                break
+            if page is not None and copy.place is not None and cache.pool.owners(page) == 1 + (copy.handle == page):
+                near.append(number)
+                freed += sizes[format_of(page)]
+                missing = needed_bytes + self.staging_bytes(len(sequence.cold) + len(near)) - self._reserved_bytes - freed
+        return near if missing <= 0 else []
+
+    def _num_held(self, path: list[Node]) -> int:
+        """Pages at the beginning of a path that others hold, themselves or by one behind them, and so keep in memory."""
+        behind: Node | None = None
+        for node in reversed(path):
+            if node.pins or any(self._sequence.cache.pinned(each) for each in node.children.values() if each is not behind):
+                return node.depth_pages
+            behind = node
+        return 0
 
     def _compress(self, needed_bytes: int) -> bool:
         """Makes the oldest whole pages smaller, one format further, as far as formats allow it and nobody else reads them."""
