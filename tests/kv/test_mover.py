@@ -360,3 +360,14 @@ def test_rest_ends_when_somebody_waits(mover: Mover, store: FakeStore) -> None:
     job = mover.read(*_pages(5))
     mover.wait_read(job, 0)
     assert job.outcomes == {0: None}
+
+
+def test_error_that_nobody_foresaw_reaches_those_who_wait(store: FakeStore, mover: Mover) -> None:
+    store.error = ValueError("not foreseen")
+    job = mover.read([Place(1, 0)], [np.zeros(SIZE, np.uint8)])
+    store.let_on(5)
+    with pytest.raises(RuntimeError, match="has failed") as caught:
+        mover.wait_read(job, 0)
+    assert caught.value.__cause__ is store.error
+    with pytest.raises(RuntimeError, match="has failed"):
+        mover.flush()

@@ -372,8 +372,10 @@ class Model:
         """Writes what is to be kept, stops the worker team and gives memory back."""
         if not self._closed:
             self._closed = True
-            self.cache.close()
-            self._executor.close()
+            try:
+                self.cache.close()
+            finally:
+                self._executor.close()
 
     def __enter__(self) -> Self:
         return self

@@ -127,6 +127,7 @@ class Mover:
         self._hurried = 0
         self._stopped = False
         self._busy = False
+        self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def write(self, draft: RunDraft, tag: Any) -> WriteJob:
@@ -183,7 +184,7 @@ class Mover:
     def wait_layer(self, job: LayersJob, layer: int) -> None:
         """Waits until a layer of all pages of a job has been tried. What will never be read has failed then."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopped or job.done or job.has(layer))
+            self._wait(lambda: self._stopped or job.done or job.has(layer))
             if not job.has(layer):
                 job.failures.update((page, "gone") for page in range(len(job.places)) if page not in job.failures)
 
@@ -192,12 +193,12 @@ class Mover:
         with self._changed:
             job.end = job.started
             self._changed.notify_all()
-            self._changed.wait_for(lambda: job.done)
+            self._wait(lambda: job.done)
 
     def wait_read(self, job: ReadJob, more_than: int) -> None:
         """Waits until more than so many pages of a job have been tried, or it is done."""
         with self._changed:
-            self._changed.wait_for(lambda: job.done or len(job.outcomes) > more_than)
+            self._wait(lambda: job.done or len(job.outcomes) > more_than)
 
     def wait_write(self, job: WriteJob) -> None:
         """Waits until a run is written or refused, at full speed."""
@@ -226,9 +227,15 @@ class Mover:
         self._hurried += 1
         self._changed.notify_all()
         try:
-            self._changed.wait_for(until)
+            self._wait(until)
         finally:
             self._hurried -= 1
+
+    def _wait(self, until: Callable[[], bool]) -> None:
+        """Waits for something that the thread does; raises what ended it instead."""
+        self._changed.wait_for(lambda: self._error is not None or until())
+        if self._error is not None:
+            raise RuntimeError("the thread that moves pages has failed") from self._error
 
     def _add(self, queue: deque[Any], job: Job) -> None:
         with self._changed:
@@ -240,6 +247,14 @@ class Mover:
             self._changed.notify_all()
 
     def _work(self) -> None:
+        try:
+            self._work_on()
+        except BaseException as error:  # noqa: BLE001 # whoever waits for this thread raises it
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _work_on(self) -> None:
         while True:
             with self._changed:
                 self._busy = False
