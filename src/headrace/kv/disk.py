@@ -34,8 +34,8 @@ from headrace.kv.tree import Node
 RUN_BYTES = 8 << 20
 """Bytes of a run at most: what is written without a pause, and read by nobody meanwhile."""
 WRITE_COST = 0.35
-"""Seconds that others lose for each second of writing. `bench/kv.py` measured that decoding beside writes keeps 0.95 of its
-speed, and writes rest 6 of 7 seconds then."""
+"""Seconds that others lose for each second of writing: `bench/kv.py` measured that decoding keeps 0.95 of its speed beside
+writes that rest 6 of 7 seconds."""
 RETRY_S = 30.0
 """How long nothing is written after the disk refused for a reason that lasts."""
 DISK = 1

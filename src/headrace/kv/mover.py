@@ -28,7 +28,7 @@ from headrace.kv.stores import PageStore
 
 Bytes = npt.NDArray[np.uint8]
 
-PAUSE_RATIO = 6.0
+PAUSE_RATIO = 9.0
 """Time to rest for each second of unhurried work."""
 READ_GROUP_PAGES = 8
 """Pages that are asked of the store at once."""
