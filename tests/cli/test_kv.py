@@ -52,9 +52,9 @@ def filled(folder: Path) -> Path:
     other.close()
     assert merge_counters(
         store.key_folder,
-        Counters(4, 1000, 600, 100, {"diverged": 50, "first seen": 250}, 2_000_000, 3_000_000, 0, 1, 2, 3, 4.5),
+        Counters(4, 1000, 600, 100, 100, {"diverged": 50, "first seen": 250}, 2_000_000, 3_000_000, 0, 1, 2, 3, 4.5),
     )
-    assert merge_counters(other.key_folder, Counters(1, 1000, 0, 500, {"first seen": 500}, saved_s=1.5))
+    assert merge_counters(other.key_folder, Counters(1, 1000, 0, 0, 500, {"first seen": 500}, saved_s=1.5))
     _save(folder, _record("plan", token_ids=(*first.tokens[:70], 7, 7), updated_s=NOW + 60))
     _save(folder, _record("a [red] poem", pinned=True, expires_s=NOW + 86_400))
     _save(folder, _record("shared"))
@@ -113,7 +113,7 @@ def test_status_document_holds_sizes_bounds_and_counts(headrace: Any, filled: Pa
     assert document["damaged_files"] == 0
     counters = document["counters"]
     assert (counters["lookups"], counters["prompt_tokens"], counters["saved_s"]) == (5, 2000, 6.0)
-    assert counters["hit_rates"] == {"memory": 0.3, "disk": 0.3}
+    assert counters["hit_rates"] == {"memory": 0.25, "compressed": 0.05, "disk": 0.3}
     assert counters["missed_tokens"] == {"diverged": 50, "first seen": 750}
     assert (counters["read_bytes"], counters["written_bytes"], counters["compressed_bytes"]) == (2_000_000, 3_000_000, 0)
     keys = {key["model"]: key for key in document["keys"]}
@@ -121,7 +121,7 @@ def test_status_document_holds_sizes_bounds_and_counts(headrace: Any, filled: Pa
     assert (keys["Tiny 1B"]["runs"], keys["Tiny 1B"]["pages"], keys["Tiny 1B"]["tokens"]) == (2, 5, 138)
     assert keys["Tiny 1B"]["numbers"] == KEY.numbers
     assert keys["Tiny 1B"]["newest_s"] == NOW
-    assert keys["Tiny 1B"]["counters"]["hit_rates"] == {"memory": 0.6, "disk": 0.1}
+    assert keys["Tiny 1B"]["counters"]["hit_rates"] == {"memory": 0.5, "compressed": 0.1, "disk": 0.1}
     assert keys["Other 2B"]["pages_by_format"] == {"q8": 3}
     assert not keys["Other 2B"]["in_use"]
 
@@ -136,7 +136,7 @@ def test_status_shows_sizes_bounds_and_counts(headrace: Any, filled: Path) -> No
     assert lines[5].split()[:4] == ["Other", "2B", "3", "96"]
     assert "4 f16, 1 q4" in lines[6]
     assert lines[-3:] == [
-        "5 lookups of 2,000 tokens: 30.0 % found in memory, 30.0 % on disk, 6 s saved",
+        "5 lookups of 2,000 tokens: 25.0 % found in memory, 5.0 % there in compressed pages, 30.0 % on disk, 6 s saved",
         "800 tokens missed: 750 first seen, 50 diverged",
         "2 MB read, 3 MB written, 0 B compressed",
     ]

@@ -68,6 +68,7 @@ def test_document_holds_all_of_the_reuse() -> None:
     result = _result(Usage(40, 8, 1), Timings(), 0, Reuse(3, 5, 32, 0.1, 0.2, misses, 7, 0.3))
     assert result_document(result, Speeds.of(result, float))["reuse"] == {
         "memory_tokens": 3,
+        "compressed_tokens": 0,
         "disk_tokens": 5,
         "computed_tokens": 32,
         "load_s": 0.1,

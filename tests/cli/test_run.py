@@ -111,6 +111,7 @@ def test_run_prints_one_json_document(headrace: Any) -> None:
         },
         "reuse": {
             "memory_tokens": 0,
+            "compressed_tokens": 0,
             "disk_tokens": 0,
             "computed_tokens": 0,
             "load_s": 0.0,

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from headrace.engine.chat import MAX_NAME_CHARACTERS
 from headrace.engine.model import Model
 from headrace.errors import ContextOverflowError, OptionError
+from headrace.kv.sessions import MAX_NAME_CHARACTERS
 from headrace.text.chat_template import Message
 from tiny.memory import Clock, FixedPrices
 from tiny.models import TinySpec
@@ -127,7 +127,7 @@ def test_closed_session_is_kept_or_forgotten_as_asked(model: Model, folder: Path
 
 @pytest.mark.parametrize("name", ["", "   ", "x" * (MAX_NAME_CHARACTERS + 1)])
 def test_name_that_is_none_is_refused(model: Model, name: str) -> None:
-    with pytest.raises(OptionError, match="is not a name for a session"):
+    with pytest.raises(OptionError, match="a session's name has 1 to"):
         model.session(name)
 
 
@@ -204,3 +204,20 @@ def test_model_says_what_it_keeps(model: Model, folder: Path) -> None:
     assert kept.memory_bytes <= kept.memory_limit_bytes
     assert kept.disk_bytes is not None
     assert kept.memory_bytes < kept.disk_bytes <= kept.disk_limit_bytes
+
+
+@pytest.mark.parametrize(("formats", "compressed"), [(("f16",), 0), (("q8",), 96), (("q4",), 96)])
+def test_result_and_counts_say_how_much_was_found_in_compressed_pages(
+    open_tiny: Open, formats: tuple[str, ...], compressed: int
+) -> None:
+    model = open_tiny(SPEC, context=256, pages=20, formats=formats)
+    prompt = [7] * 40 + [8] * 60
+    model.generate_ids(prompt, max_tokens=1).text()
+    again = model.generate_ids([*prompt[:96], 9, 9], max_tokens=1)
+    again.text()
+    reuse = again.result.reuse
+    assert (reuse.memory_tokens, reuse.compressed_tokens) == (96, compressed)
+    assert model.cache.counters.compressed_tokens == compressed
+    assert {name: count for name, count in model.kept().memory_pages.items() if count and name != "f16"} == (
+        {formats[0]: 3} if compressed else {}
+    )

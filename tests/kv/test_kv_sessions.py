@@ -89,7 +89,7 @@ def test_names_of_all_sorts_are_kept_apart(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    name=st.text(st.characters(), min_size=1, max_size=MAX_NAME_CHARACTERS),
+    name=st.text(st.characters(), min_size=1, max_size=MAX_NAME_CHARACTERS).filter(str.strip),
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=20).map(tuple),
     messages=st.lists(st.tuples(st.text(), st.text(st.characters())), max_size=4).map(tuple),
     pinned=st.booleans(),

@@ -72,7 +72,7 @@ def store() -> FakeStore:
 
 @pytest.fixture
 def mover(store: FakeStore) -> Iterator[Mover]:
-    mover = Mover(store, store.clock)  # type: ignore[arg-type]
+    mover = Mover(store, store.clock, lambda: store.now_s / 8)  # type: ignore[arg-type]
     yield mover
     store.let_on(1000)
     mover.stop()
@@ -254,7 +254,7 @@ def test_write_is_waited_for_and_says_what_became_of_it(mover: Mover, store: Fak
     job = _write(mover, 1)
     mover.wait_write(job)
     assert isinstance(job.outcome, Refusal)
-    assert job.seconds == 2.0
+    assert job.work_s == 0.25
     assert mover.finished() == [job]
     assert mover.pending_writes == 0
 

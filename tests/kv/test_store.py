@@ -185,15 +185,9 @@ def test_drop_leaves_files_alone_that_are_not_its_own(tmp_path: Path) -> None:
     assert foreign.path.read_bytes() == b"a letter" * 4000
 
 
-def test_touch_is_the_time_that_a_scan_finds(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    run = write(store, draft(1))
-    store.touch(run.id, NOW + 77.5)
-    assert run.time_s == NOW + 77.5
-    assert _only(open_store(tmp_path).scan()).time_s == NOW + 77.5
-    run.path.unlink()
-    store.touch(run.id, NOW)
-    store.touch(999, NOW)
+def test_scan_finds_the_time_of_the_use(tmp_path: Path) -> None:
+    run = write(open_store(tmp_path), draft(1))
+    assert run.time_s == _only(open_store(tmp_path).scan()).time_s == draft(1).time_s
 
 
 # several stores on one folder
@@ -331,24 +325,23 @@ def test_pages_kept_under_another_key_are_pointed_out(tmp_path: Path) -> None:
     write(store, draft(2, 1, last_tokens=4))
     assert store.known_elsewhere(new.tokens) is None
     newer = open_store(tmp_path, NEWER_KEY)
-    assert newer.known_elsewhere(new.tokens) == (
-        "the pages kept for these tokens are of other numbers (kernels 1a2b instead of 3c4d)"
-    )
+    assert newer.known_elsewhere(new.tokens) == ("format", "of other numbers (kernels 1a2b instead of 3c4d)")
     assert newer.known_elsewhere((*new.tokens[:32], 7, 8)) is not None
     assert newer.known_elsewhere(new.tokens[:31]) is None
     assert newer.known_elsewhere(draft(2, 1, last_tokens=4).tokens) is not None
     assert newer.known_elsewhere(()) is None
     other = open_store(tmp_path, OTHER_KEY)
-    assert other.known_elsewhere(new.tokens) == "the pages kept for these tokens are of another model (Tiny 1B)"
+    assert other.known_elsewhere(new.tokens) == ("model", "of another model (Tiny 1B)")
     same_name = open_store(tmp_path, StoreKey("Tiny 1B", "ef" * 32, KEY.numbers))
     assert same_name.known_elsewhere(new.tokens) == (
-        "the pages kept for these tokens are of another model (Tiny 1B, with content abababab instead of efefefef)"
+        "model",
+        "of another model (Tiny 1B, with content abababab instead of efefefef)",
     )
     longer = open_store(tmp_path, StoreKey("Tiny 1B", "ab" * 32, "kernels 1a2b"))
-    assert "kernels 1a2b width 64 instead of kernels 1a2b" in str(longer.known_elsewhere(new.tokens))
+    assert longer.known_elsewhere(new.tokens) == ("format", "of other numbers (kernels 1a2b width 64 instead of kernels 1a2b)")
     (store.key_folder / "key.json").write_text("{")
     unknown = open_store(tmp_path, OTHER_KEY)
-    assert unknown.known_elsewhere(new.tokens) == "the pages kept for these tokens are of another model or version"
+    assert unknown.known_elsewhere(new.tokens) == ("model", "of another model or version")
 
 
 def test_scan_of_2000_runs_takes_less_than_a_glance(tmp_path: Path) -> None:

@@ -204,9 +204,11 @@ class Conversation:
             session.pin(name == "/pin")
             print_line(f"session {session.name!r} is {'pinned' if name == '/pin' else 'no longer pinned'}")
             return
+        from headrace.kv.sessions import check_name
+
         if not argument:
             raise OptionError("/fork needs the name of the copy: /fork NAME")
-        o.check_session_name(argument, "/fork")
+        check_name(argument, "/fork")
         copy = session.fork(argument)
         session.close(keep=True)
         self._session = self._chat = copy

@@ -130,7 +130,8 @@ def _counter_lines(total: Counters) -> list[str]:
     missed = sum(total.missed_tokens.values())
     reasons = sorted(total.missed_tokens.items(), key=lambda item: (-item[1], item[0]))
     lines = [f"{_count(total.lookups, 'lookup')} of {_count(total.prompt_tokens, 'token')}"]
-    lines[0] += f": {100 * rates['memory']:.1f} % found in memory, {100 * rates['disk']:.1f} % on disk"
+    compressed = f"{100 * rates['compressed']:.1f} % there in compressed pages, " if total.compressed_tokens else ""
+    lines[0] += f": {100 * rates['memory']:.1f} % found in memory, {compressed}{100 * rates['disk']:.1f} % on disk"
     if total.saved_s:
         lines[0] += f", {format_seconds(total.saved_s)} saved"
     if missed:
@@ -141,9 +142,10 @@ def _counter_lines(total: Counters) -> list[str]:
 
 
 def _rates(counters: Counters) -> dict[str, float]:
-    """Share of the tokens of prompts that was found, by tier."""
-    tokens = max(1, counters.prompt_tokens)
-    return {"memory": counters.memory_tokens / tokens, "disk": counters.disk_tokens / tokens}
+    """Share of the tokens of prompts that was found, by tier: exact in memory, compressed there, on disk."""
+    exact_tokens = counters.memory_tokens - counters.compressed_tokens
+    found = {"memory": exact_tokens, "compressed": counters.compressed_tokens, "disk": counters.disk_tokens}
+    return {tier: num_tokens / max(1, counters.prompt_tokens) for tier, num_tokens in found.items()}
 
 
 def _counters_document(counters: Counters) -> dict[str, object]:

@@ -209,25 +209,14 @@ class LoadOptions:
             OptionError: the name is empty or too long, or nothing may be kept on disk.
         """
         from headrace.config import Config
+        from headrace.kv.sessions import check_name
 
-        check_session_name(name, "--session")
+        check_name(name, "--session")
         if not self.cache:
             raise OptionError(f"--session={name!r} is kept on disk, which --no-cache forbids: leave one of them out")
         disk_bytes = Config.from_environment().kv_disk_bytes if self.kv_disk_bytes is None else self.kv_disk_bytes
         if disk_bytes == 0:
             raise OptionError(f"--session={name!r} is kept on disk, where 0 bytes are allowed: give --kv-disk a size")
-
-
-def check_session_name(name: str, option: str) -> None:
-    """Checks the length of a session's name.
-
-    Raises:
-        OptionError: it is empty or too long.
-    """
-    from headrace.kv.sessions import MAX_NAME_CHARACTERS
-
-    if not 1 <= len(name) <= MAX_NAME_CHARACTERS:
-        raise OptionError(f"{option}={name!r} has {len(name)} characters: a session's name has 1 to {MAX_NAME_CHARACTERS}")
 
 
 @dataclass(frozen=True)

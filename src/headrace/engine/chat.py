@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from headrace.engine.model import Model
 
-MAX_NAME_CHARACTERS = 200
-
 
 class Chat:
     """A conversation. What an earlier turn computed is never computed again."""
@@ -204,14 +202,3 @@ class Session(Chat):
     def _changed(self) -> None:
         if self._files is not None:
             self._files.save(self.record())
-
-
-def check_session_name(name: str) -> str:
-    """A name that a session can have.
-
-    Raises:
-        OptionError: it is empty or too long.
-    """
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.strip():
-        raise OptionError(f"{name[:40]!r} is not a name for a session: use 1 to {MAX_NAME_CHARACTERS} characters")
-    return name

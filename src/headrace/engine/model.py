@@ -21,7 +21,7 @@ import numpy.typing as npt
 from headrace.config import Config, check_threads
 from headrace.engine import machine
 from headrace.engine.accounts import Account
-from headrace.engine.chat import Chat, Session, check_session_name
+from headrace.engine.chat import Chat, Session
 from headrace.engine.executor import Executor
 from headrace.engine.fit import plan_memory
 from headrace.engine.generation import Generation, GenerationPlan, check_prompt
@@ -41,6 +41,7 @@ from headrace.kernels.page_formats import FORMAT_NAMES
 from headrace.kernels.runtime import TEAM_KERNELS
 from headrace.kv.pages import page_bytes
 from headrace.kv.residency import DEFAULT_STANDING, Standing
+from headrace.kv.sessions import check_name
 from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
 from headrace.model.graph import build_graph, greedy_graph
@@ -257,7 +258,7 @@ class Model:
             TemplateError: the model has no chat template.
         """
         self.chat_template  # noqa: B018
-        check_session_name(name)
+        check_name(name)
         if name not in self._sessions:
             record = None if self._session_files is None else self._session_files.load(name)
             self._sessions[name] = Session(self, name, system, self._session_files, record)
@@ -270,7 +271,7 @@ class Model:
             OptionError: there is one, or the name cannot be used.
         """
         files = self._session_files
-        if check_session_name(name) in self._sessions or (files is not None and files.load(name) is not None):
+        if check_name(name) in self._sessions or (files is not None and files.load(name) is not None):
             raise OptionError(f"there is a session {name!r} already: take another name")
         return self.session(name, system)
 

@@ -41,6 +41,7 @@ def reuse_of(past: Past, prompt_ids: Sequence[int], tokenizer: Tokenizer, cache:
             misses.append(MissReport(reason, recalled.num_tokens, missing, detail))
     return Reuse(
         memory_tokens=recalled.memory_tokens,
+        compressed_tokens=recalled.compressed_tokens,
         disk_tokens=recalled.disk_tokens,
         computed_tokens=len(prompt_ids) - known,
         load_s=recalled.load_s,
@@ -92,7 +93,8 @@ def _explain(
     if cache.disk is not None and miss.at_token < PAGE_TOKENS:  # behind that, other keys may know no more than this one
         elsewhere = cache.disk.store.known_elsewhere(prompt_ids)
     if elsewhere is not None:
-        return ("model changed" if "model" in elsewhere else "format changed"), elsewhere
+        reason: MissReason = "model changed" if elsewhere.what == "model" else "format changed"
+        return reason, f"the pages kept for these tokens are {elsewhere.text}"
     if miss.at_token:
         return "first seen", "what is known ends there"
     return "first seen", "nothing that begins like this is known"

@@ -34,10 +34,14 @@ _SPARE_PAGES = 2
 
 @dataclass
 class Recalled:
-    """What a sequence began with. `misses` holds (reason, first token, tokens) of what was known and is computed anyway."""
+    """What a sequence began with. `compressed_tokens` are those of `memory_tokens` that compressed pages hold.
+
+    `misses` holds (reason, first token, tokens) of what was known and is computed anyway.
+    """
 
     found: Found
     memory_tokens: int = 0
+    compressed_tokens: int = 0
     disk_tokens: int = 0
     load_s: float = 0.0
     misses: list[tuple[MissReason, int, int]] = field(default_factory=list)
@@ -78,6 +82,8 @@ def recall(sequence: TokenSequence, token_ids: Sequence[int], num_more: int, tim
     if sequence.num_tokens < num_whole:
         loading.give_up(len(sequence.pages), partial)
         partial = None
+    in_memory = sequence.pages[: recalled.memory_tokens // PAGE_TOKENS]
+    recalled.compressed_tokens = PAGE_TOKENS * sum(page is not None and format_of(page) != F16 for page in in_memory)
     late = loading.leave_late(len(token_ids) + num_more - found.num_tokens)
     loading.run(partial)
     if late and cache.disk is not None:
@@ -90,6 +96,7 @@ def recall(sequence: TokenSequence, token_ids: Sequence[int], num_more: int, tim
     cache.counters.lookups += 1
     cache.counters.prompt_tokens += len(token_ids) + 1
     cache.counters.memory_tokens += recalled.memory_tokens
+    cache.counters.compressed_tokens += recalled.compressed_tokens
     cache.counters.disk_tokens += recalled.disk_tokens
     return recalled
 

@@ -82,8 +82,9 @@ class MissReport:
 class Reuse:
     """Where the past of a request came from, what that saved, and why the rest was computed.
 
-    `load_s` is what was waited for reading; `saved_s` what computing would have taken, less that. `streamed_bytes` were read
-    from disk while decoding, because the past is longer than memory.
+    `compressed_tokens` are those of `memory_tokens` that were in compressed pages. `load_s` is what was waited for reading;
+    `saved_s` what computing would have taken, less that. `streamed_bytes` were read from disk while decoding, because the
+    past is longer than memory.
     """
 
     memory_tokens: int = 0
@@ -94,6 +95,7 @@ class Reuse:
     misses: tuple[MissReport, ...] = ()
     streamed_bytes: int = 0
     streamed_s: float = 0.0
+    compressed_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,9 @@ class Spill:
     def _num_held(self, path: list[Node]) -> int:
         """Pages at the beginning of a path that others hold, themselves or by one behind them, and so keep in memory."""
         behind: Node | None = None
+        is_held = self._sequence.cache.tree.is_held
         for node in reversed(path):
-            if node.pins or any(self._sequence.cache.pinned(each) for each in node.children.values() if each is not behind):
+            if node.pins or any(is_held(each) for each in node.children.values() if each is not behind):
                 return node.depth_pages
             behind = node
         return 0

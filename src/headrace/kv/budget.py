@@ -25,11 +25,10 @@ from headrace.units import format_bytes
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a run was not written; `missing_bytes` is how much less would have to be kept, if that would help."""
+    """Why a run was not written."""
 
     reason: Literal["disk full", "no room", "daily bound", "unusable"]
     detail: str
-    missing_bytes: int = 0
 
 
 class DiskBudget:
@@ -95,13 +94,13 @@ class DiskBudget:
         missing = self._missing(num_bytes)
         if missing > self._yielding_bytes:
             used, limit = format_bytes(self._used_bytes), format_bytes(self.limit_bytes)
-            return Refusal("no room", f"{used} of {limit} are used, {format_bytes(num_bytes)} were to be added", missing)
+            return Refusal("no room", f"{used} of {limit} are used, {format_bytes(num_bytes)} were to be added")
         refusal = self.spend(num_bytes)
         if refusal is None and missing > 0:
             self._remove_unused(missing)
             missing = self._missing(num_bytes)
             if missing > 0:
-                refusal = Refusal("no room", "pages that nobody uses cannot be removed", missing)
+                refusal = Refusal("no room", "pages that nobody uses cannot be removed")
         return refusal
 
     def spend(self, num_bytes: int) -> Refusal | None:

@@ -61,6 +61,11 @@ class Found:
         return sum(len(node.tokens) for node in self.nodes) + self.partial_tokens
 
 
+def _num_near(nodes: Sequence[Node]) -> int:
+    """How many of the pages of a path are in memory: those before the first that is not."""
+    return next((number for number, node in enumerate(nodes) if node.tier == DISK), len(nodes))
+
+
 class PageCache:
     """The known past of one model. `formats` are the codes of what pages in memory may be, the most exact first."""
 
@@ -118,7 +123,7 @@ class PageCache:
         if self.disk is not None and match.num_tokens < len(tokens) and self.disk.attach(self.now_s()):
             match = self.tree.match(tokens)  # another process had written it
         nodes = self._readable(match.nodes)
-        near = next((i for i, node in enumerate(nodes) if node.tier == DISK), len(nodes))
+        near = _num_near(nodes)
         partial, partial_tokens = match.partial, match.partial_tokens
         reason: Literal["gone", "format changed"] = "gone"
         if len(nodes) < len(match.nodes) or (partial is not None and not self._readable([partial])):
@@ -228,7 +233,7 @@ class PageCache:
         backed = page.place is not None
         if not backed:
             behind = list(tip.children.values())  # on disk, and out of reach without this one
-            if any(self.pinned(node) for node in behind):
+            if any(self.tree.is_held(node) for node in behind):
                 return False
             for node in behind:
                 assert self.disk is not None
@@ -279,7 +284,7 @@ class PageCache:
         for node, handle in zip(match.nodes, handles, strict=False):
             if handle is not None:
                 self.promote(node, handle)
-        near = next((i for i, node in enumerate(match.nodes) if node.tier == DISK), len(match.nodes))
+        near = _num_near(match.nodes)
         fresh = list(handles[len(match.nodes) : -(-len(tokens) // PAGE_TOKENS)])
         if near < len(match.nodes) or None in fresh:
             return self._commit_far(tokens, fresh, num_answer_tokens, standing, now_s)
@@ -327,7 +332,7 @@ class PageCache:
     ) -> Node | None:
         """Commits a past of which a part is on disk only: what is new has to go there too before the tree may know it."""
         match = self.tree.match(tokens)
-        near = next((i for i, node in enumerate(match.nodes) if node.tier == DISK), len(match.nodes))
+        near = _num_near(match.nodes)
         parent = match.nodes[-1] if match.nodes else self.tree.root
         wanted = tokens[len(match.nodes) * PAGE_TOKENS :]
         places: list[Place] = []
@@ -376,15 +381,6 @@ class PageCache:
             self.placement.evict(node, now_s, demote=True)
             self.pool.release(page.handle)
             page.handle = None
-
-    def pinned(self, node: Node) -> bool:
-        """Whether somebody holds a page, or one behind it."""
-        stack = [node]
-        for each in stack:
-            if each.pins:
-                return True
-            stack.extend(each.children.values())
-        return False
 
     def lost(self, node: Node) -> None:
         """A page cannot be read any more: it, and what can only be reached through it, is forgotten."""
@@ -460,7 +456,7 @@ class PageCache:
         self.flush()
         now_s = self.now_s()
         for node in list(self.tree.root.children.values()):
-            if not self.pinned(node):
+            if not self.tree.is_held(node):
                 for page in self.placement.forget(node, now_s):
                     self._free(page)
 

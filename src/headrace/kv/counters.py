@@ -18,13 +18,15 @@ _FILE = "counters.json"
 class Counters:
     """Sums since a process started, or over all processes that used a key.
 
-    Tokens of prompts are `memory_tokens` found in memory + `disk_tokens` read from disk + `missed_tokens` by reason.
+    Tokens of prompts are `memory_tokens` found in memory (`compressed_tokens` of them in compressed pages) + `disk_tokens` read
+    from disk + `missed_tokens` by reason.
     `saved_s` is what computing the found ones would have taken, less what finding them took.
     """
 
     lookups: int = 0
     prompt_tokens: int = 0
     memory_tokens: int = 0
+    compressed_tokens: int = 0
     disk_tokens: int = 0
     missed_tokens: dict[str, int] = field(default_factory=dict)
     read_bytes: int = 0

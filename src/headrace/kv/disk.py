@@ -7,14 +7,15 @@ beginnings. A copy stays when its page is also in memory: then leaving memory is
                                                                  until the mover has written it
 
 Pages are written if the chance of their reuse times the seconds that reading them saves over computing them is more than
-what writing them costs others, and if they are worth more than what they displace. Moves run on the mover's thread; tree and
-books change on the caller's thread only, when `settle` picks up what has been done.
+the processor time that writing them takes from others, and if they are worth more than what they displace. Moves run on the
+mover's thread; tree and books change on the caller's thread only, when `settle` picks up what has been done.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +34,6 @@ from headrace.kv.tree import Node
 
 RUN_BYTES = 8 << 20
 """Bytes of a run at most: what is written without a pause, and read by nobody meanwhile."""
-WRITE_COST = 0.35
-"""Seconds that others lose for each second of writing: `bench/kv.py` measured that decoding keeps 0.95 of its speed beside
-writes that rest 6 of 7 seconds."""
 RETRY_S = 30.0
 """How long nothing is written after the disk refused for a reason that lasts."""
 DISK = 1
@@ -60,8 +58,13 @@ class _Written:
     tokens: tuple[int, ...]
 
 
+def _can_be_written(node: Node) -> bool:
+    page: Page = node.page
+    return page.handle is not None and page.place is None and page.writing is None
+
+
 class DiskTier:
-    """What of the tree lies on disk. `pages_bytes` by format is what a page takes there."""
+    """What of the tree lies on disk, and where."""
 
     def __init__(
         self,
@@ -92,16 +95,9 @@ class DiskTier:
         runs = self.store.scan()
         if not runs:
             return 0
-        nodes = {b"": self._tree.root, **{self.chain_of(node): node for node in self._whole_pages()}}
+        whole = (node for node in self._tree.nodes() if len(node.tokens) == self._tree.page_tokens)
+        nodes = {b"": self._tree.root, **{self.chain_of(node): node for node in whole}}
         return sum(self._attach(run, nodes, now_s) for run in runs)
-
-    def _whole_pages(self) -> Iterable[Node]:
-        stack = list(self._tree.root.children.values())
-        while stack:
-            node = stack.pop()
-            if len(node.tokens) == self._tree.page_tokens:
-                yield node
-                stack.extend(node.children.values())
 
     def chain_of(self, node: Node) -> bytes:
         """The strong hash of a page and all before."""
@@ -172,7 +168,7 @@ class DiskTier:
             self.attach(now_s)
         path = last.path()
         first = next((i for i, node in enumerate(path) if node.page.place is None and node.page.writing is None), len(path))
-        groups = list(self._groups(path[first:]))
+        groups = self._groups(path[first:])
         if not needed and groups and not self._pays(groups, now_s):
             self._counters.refused_pages += sum(map(len, groups))
             return []
@@ -185,32 +181,33 @@ class DiskTier:
             jobs.append(self._write(group, now_s))
         return jobs
 
-    def _groups(self, nodes: Sequence[Node]) -> Iterable[list[Node]]:
-        """Consecutive pages of one format, RUN_BYTES at most."""
-        group: list[Node] = []
-        for node in nodes:
-            if node.page.handle is None or node.page.place is not None or node.page.writing is not None:
-                break
-            page_format = format_of(node.page.handle)
-            fits = (len(group) + 1) * self._pool.format_bytes[page_format] <= RUN_BYTES
-            if group and (not fits or format_of(group[0].page.handle) != page_format):
-                yield group
-                group = []
-            group.append(node)
-        if group:
-            yield group
+    def _groups(self, nodes: Sequence[Node]) -> list[list[Node]]:
+        """What of consecutive pages can be written, by runs."""
+        unwritten = list(itertools.takewhile(_can_be_written, nodes))
+        return [unwritten[start:end] for start, end in self._runs_of([node.page.handle for node in unwritten])]
+
+    def _runs_of(self, handles: Sequence[int]) -> list[tuple[int, int]]:
+        """How consecutive pages in memory are cut into runs: of one format each, and of RUN_BYTES at most."""
+        found: list[tuple[int, int]] = []
+        for at, handle in enumerate(handles):
+            start = found[-1][0] if found else 0
+            size = self._pool.format_bytes[format_of(handle)]
+            if found and format_of(handles[start]) == format_of(handle) and (at + 1 - start) * size <= RUN_BYTES:
+                found[-1] = (start, at + 1)
+            else:
+                found.append((at, at + 1))
+        return found
 
     def _pays(self, groups: list[list[Node]], now_s: float) -> bool:
-        """Whether pages are worth their writing: seconds that finding them would save, against those that it costs others."""
+        """Whether pages are worth their writing: seconds that finding them would save, against those it takes from others."""
         first = groups[0][0]
         num_bytes = sum(self._run_bytes(len(group), format_of(group[0].page.handle)) for group in groups)
         num_tokens = sum(len(node.tokens) for group in groups for node in group)
         compute_s = self._prices.compute_s(num_tokens, (first.depth_pages - 1) * self._tree.page_tokens)
         write_s, read_s = self._prices.write_s(num_bytes), self._prices.read_s(num_bytes)
-        if compute_s is None or write_s is None:
+        if compute_s is None or write_s is None or read_s is None:
             return True  # what was never measured is tried: that is how it gets measured
-        saved_s = compute_s - (write_s if read_s is None else read_s)
-        return self._rule.chance(first, now_s) * saved_s > WRITE_COST * write_s
+        return self._rule.chance(first, now_s) * (compute_s - read_s) > write_s
 
     def _run_bytes(self, num_pages: int, page_format: int) -> int:
         return self.store.header_bytes(num_pages) + num_pages * self.store.page_bytes(page_format)
@@ -232,18 +229,14 @@ class DiskTier:
         """
         chained, places = self.chain_of(parent), []
         keys = list(self._tree.split(tokens))
-        at = 0
-        while at < len(handles):
-            page_format, end = format_of(handles[at]), at + 1
-            most = max(1, RUN_BYTES // self._pool.format_bytes[page_format])
-            while end < min(len(handles), at + most) and format_of(handles[end]) == page_format:
-                end += 1
-            if not self._make_room(self._run_bytes(end - at, page_format), math.inf, now_s):
+        for start, end in self._runs_of(handles):
+            page_format = format_of(handles[start])
+            if not self._make_room(self._run_bytes(end - start, page_format), math.inf, now_s):
                 break
-            group = keys[at:end]
-            views = [self._pool.view(handle) for handle in handles[at:end]]
+            group = keys[start:end]
+            views = [self._pool.view(handle) for handle in handles[start:end]]
             flat = tuple(token for key in group for token in key)
-            draft = RunDraft(chained, parent.depth_pages + at, flat, page_format, views, {}, now_s)
+            draft = RunDraft(chained, parent.depth_pages + start, flat, page_format, views, {}, now_s)
             job = self.mover.write(draft, None)
             self.mover.wait_write(job)
             if not isinstance(job.outcome, Run):
@@ -254,7 +247,6 @@ class DiskTier:
             places += [Place(run.id, index) for index in range(len(group))]
             for key in group:
                 chained = chain(chained, key)
-            at = end
         return places
 
     def adopt(self, last: Node, num_pages: int) -> None:
@@ -289,7 +281,7 @@ class DiskTier:
         """Books a write that is done."""
         if isinstance(job.outcome, Run):
             self._counters.written_bytes += job.outcome.num_bytes
-            self._prices.written(job.outcome.num_bytes, job.seconds)
+            self._prices.written(job.outcome.num_bytes, job.work_s)
         if job.tag is None:  # of `write_now`
             return
         written, handles = job.tag
@@ -355,7 +347,7 @@ class DiskTier:
                 continue
             if other.page.handle is not None:
                 self.unback(other.page)
-            elif self._pinned(other):
+            elif self._tree.is_held(other):
                 self.unback(other.page)
                 self._dead.append(other)
             else:
@@ -367,7 +359,7 @@ class DiskTier:
         for node in dead:
             if node.parent is None or node.page.handle is not None or node.page.place is not None:
                 continue  # gone already, or computed again
-            if self._pinned(node):
+            if self._tree.is_held(node):
                 self._dead.append(node)
             else:
                 self.forget(node, now_s)
@@ -377,15 +369,6 @@ class DiskTier:
         place = node.page.place
         if place is not None and not self.store.repair(place, view):
             self.lost(node, now_s)
-
-    def _pinned(self, node: Node) -> bool:
-        stack = [node]
-        while stack:
-            each = stack.pop()
-            if each.pins:
-                return True
-            stack.extend(each.children.values())
-        return False
 
     def _trim(self, run: int) -> None:
         """Frees the end of a run that nobody needs any more."""
@@ -406,12 +389,9 @@ class DiskTier:
             assert nodes[-1] is not None
             for index, node in enumerate(nodes):
                 assert node is None or node.page.place == Place(run, index)
-        stack = list(self._tree.root.children.values())
-        while stack:
-            node = stack.pop()
-            page: Page = node.page
+        for each in self._tree.nodes():
+            page: Page = each.page
             if page.place is not None:
-                assert self._nodes[page.place.run][page.place.index] is node
-            assert page.place is not None or page.handle is not None or node in self._dead
-            assert (page.handle is None) == (node.tier == DISK)
-            stack.extend(node.children.values())
+                assert self._nodes[page.place.run][page.place.index] is each
+            assert page.place is not None or page.handle is not None or each in self._dead
+            assert (page.handle is None) == (each.tier == DISK)

@@ -82,10 +82,6 @@ class Inventory:
     written_bytes: int
     num_problems: int
 
-    def written_on(self, time_s: float) -> int:
-        """Bytes written on the day of a time."""
-        return self.written_bytes if self.written_day == files.day_of(time_s) else 0
-
 
 @dataclass(frozen=True)
 class Damage:

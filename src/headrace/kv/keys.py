@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from headrace.kv.folder import PAGES_FOLDER, read_json, write_json
 
@@ -78,14 +79,21 @@ def read_key(folder: Path) -> StoreKey | None:
     return key if folder.name.endswith(f"-{key.digest[:16]}") else None
 
 
-def difference(theirs: StoreKey | None, ours: StoreKey) -> str:
-    """What keeps pages of one key from being used under another, as the end of a sentence."""
+class Difference(NamedTuple):
+    """What keeps pages of one key from being used under another; `text` is the end of a sentence."""
+
+    what: Literal["model", "format"]
+    text: str
+
+
+def difference(theirs: StoreKey | None, ours: StoreKey) -> Difference:
+    """How one key differs from another."""
     if theirs is None:
-        return "of another model or version"
+        return Difference("model", "of another model or version")
     if theirs.model_digest != ours.model_digest:
         same_name = f", with content {theirs.model_digest[:8]} instead of {ours.model_digest[:8]}"
-        return f"of another model ({theirs.model}{same_name if theirs.model == ours.model else ''})"
-    return f"of other numbers ({_words_that_differ(theirs.numbers, ours.numbers)})"
+        return Difference("model", f"of another model ({theirs.model}{same_name if theirs.model == ours.model else ''})")
+    return Difference("format", f"of other numbers ({_words_that_differ(theirs.numbers, ours.numbers)})")
 
 
 def _words_that_differ(theirs: str, ours: str) -> str:

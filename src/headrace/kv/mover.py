@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -36,12 +37,12 @@ READ_GROUP_PAGES = 8
 
 @dataclass
 class WriteJob:
-    """A run to write; `tag` is the caller's. `outcome` is set when it is done, `seconds` is what it took."""
+    """A run to write; `tag` is the caller's. `outcome` is set when it is done, `work_s` is the processor time it took."""
 
     draft: RunDraft
     tag: Any
     outcome: Run | Refusal | None = None
-    seconds: float = 0.0
+    work_s: float = 0.0
 
 
 @dataclass
@@ -114,10 +115,15 @@ Job = FinishedJob | LayersJob
 
 
 class Mover:
-    """Jobs of one store, if there is one, and other work on pages. `clock` gives seconds."""
+    """Jobs of one store, if there is one, and other work on pages.
 
-    def __init__(self, store: PageStore | None, clock: Callable[[], float]) -> None:
-        self._store, self._clock = store, clock
+    `clock` gives seconds, `work_clock` those of the processor that the calling thread had.
+    """
+
+    def __init__(
+        self, store: PageStore | None, clock: Callable[[], float], work_clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self._store, self._clock, self._work_clock = store, clock, work_clock
         self._changed = threading.Condition()
         self._urgent: deque[ReadJob | LayersJob] = deque()
         self._writes: deque[WriteJob] = deque()
@@ -289,12 +295,12 @@ class Mover:
 
     def _write(self, job: WriteJob) -> None:
         assert self._store is not None
-        start = self._clock()
+        start = self._work_clock()
         try:
             outcome: Run | Refusal = self._store.write(job.draft)
         except OSError as error:
             outcome = Refusal("unusable", str(error))
-        job.seconds = self._clock() - start
+        job.work_s = self._work_clock() - start
         with self._changed:
             job.outcome = outcome
             self._writes.popleft()

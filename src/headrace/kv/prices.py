@@ -2,7 +2,8 @@
 
 Computing n tokens on top of `past` takes about n x (a + b x middle of their positions): a from the weights, b from
 attention. Both are fitted by least squares over the chunks that were computed, older ones counting less. Reading and
-writing are seconds per byte, as moving averages. What was never measured is None: nobody guesses.
+writing are seconds per byte, as moving averages: of reading those that somebody waits, of writing, which nobody waits for,
+those that the processor is taken from others. What was never measured is None: nobody guesses.
 
 Pure: seconds are measured by the caller.
 """
@@ -47,9 +48,9 @@ class PriceBook:
         """Bytes were read from disk and checked."""
         self.read_s_per_byte = _moved(self.read_s_per_byte, num_bytes, seconds)
 
-    def written(self, num_bytes: int, seconds: float) -> None:
-        """Bytes were written to disk."""
-        self.write_s_per_byte = _moved(self.write_s_per_byte, num_bytes, seconds)
+    def written(self, num_bytes: int, work_s: float) -> None:
+        """Bytes were written to disk, which took so many seconds of a processor."""
+        self.write_s_per_byte = _moved(self.write_s_per_byte, num_bytes, work_s)
 
     def compute_s(self, num_tokens: int, past_tokens: int) -> float | None:
         """Seconds to compute tokens on top of a past; None before anything was computed."""
@@ -61,7 +62,7 @@ class PriceBook:
         return None if self.read_s_per_byte is None else num_bytes * self.read_s_per_byte
 
     def write_s(self, num_bytes: int) -> float | None:
-        """Seconds to write bytes to disk; None before anything was written."""
+        """Seconds of a processor to write bytes to disk; None before anything was written."""
         return None if self.write_s_per_byte is None else num_bytes * self.write_s_per_byte
 
     def of_pages(self, page_bytes: int) -> Prices:

@@ -78,7 +78,7 @@ class Run:
     """A run on disk: pages `start_page` to `start_page + num_pages` of a path, of one format.
 
     `parent` is the chain of the page before, b"" if there is none. `facts` are the writer's own. `time_s` is when it was
-    written or last touched.
+    written.
     """
 
     id: int

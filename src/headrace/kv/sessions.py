@@ -185,14 +185,31 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
+def check_name(name: str, what: str = "session") -> str:
+    """A name that a session can have.
+
+    Args:
+        name: the name.
+        what: how the message names it, such as the option that it was given by.
+
+    Raises:
+        OptionError: it is empty, blank or too long.
+    """
+    if not name.strip() or len(name) > MAX_NAME_CHARACTERS:
+        shown = name if len(name) <= 40 else name[:40] + "..."
+        raise OptionError(
+            f"{what}={shown!r} has {len(name)} characters: a session's name has 1 to {MAX_NAME_CHARACTERS}, not all blank"
+        )
+    return name
+
+
 def _file_name(name: str) -> str:
     """Any name as a file's: the digest keeps names apart that differ in case, in what is not quoted, or far behind.
 
     Raises:
-        OptionError: the name is empty or too long.
+        OptionError: the name cannot be used.
     """
-    if not 0 < len(name) <= MAX_NAME_CHARACTERS:
-        raise OptionError(f"{name[:40]!r} has {len(name)} characters: a session's name has 1 to {MAX_NAME_CHARACTERS}")
+    check_name(name)
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
     beginning = re.sub(r"[^a-z0-9]+", "-", name.lower())[:40].strip("-")
     return f"{beginning}-{digest}" if beginning else digest

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from headrace.errors import StorageError
 from headrace.kv import folder as files
 from headrace.kv.budget import DiskBudget, Refusal
-from headrace.kv.keys import StoreKey, difference, key_folder, key_folders, read_key, write_key
+from headrace.kv.keys import Difference, StoreKey, difference, key_folder, key_folders, read_key, write_key
 from headrace.kv.readers import Failure, RunReaders, Wanted
 from headrace.kv.runs import (
     CHAIN_BYTES,
@@ -184,8 +184,8 @@ class DiskStore:
         self._budget.count(remove_partial=False)
         return adopted
 
-    def known_elsewhere(self, tokens: Sequence[int]) -> str | None:
-        """A sentence, if the first page of these tokens is kept under another key: what differs. Lists others' runs once."""
+    def known_elsewhere(self, tokens: Sequence[int]) -> Difference | None:
+        """If the first page of these tokens is kept under another key, what differs. Lists others' runs once."""
         if self._elsewhere is None:
             self._elsewhere = {}
             for folder in key_folders(self.folder):
@@ -194,9 +194,7 @@ class DiskStore:
                         if header.start_page == 0:
                             self._elsewhere[header.chain_bytes[:CHAIN_BYTES]] = folder
         found = self._elsewhere.get(chain(b"", tokens[:PAGE_TOKENS])) if self._elsewhere else None
-        if found is None:
-            return None
-        return f"the pages kept for these tokens are {difference(read_key(found), self.key)}"
+        return None if found is None else difference(read_key(found), self.key)
 
     # pages
 
@@ -291,14 +289,6 @@ class DiskStore:
                         del self._ids[run.name]
             freed = self._shrink(run)
             self._budget.add(-freed)
-
-    def touch(self, run_id: int, time_s: float) -> None:
-        """Notes that a run was used."""
-        run = self._runs.get(run_id)
-        if run is not None:
-            run.time_s = time_s
-            with contextlib.suppress(OSError, NotImplementedError):
-                os.utime(run.path, (time_s, time_s), follow_symlinks=os.utime not in os.supports_follow_symlinks)
 
     def close(self) -> None:
         """Closes all files; pages cannot be read any more."""

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.kv.budget import Refusal
+from headrace.kv.keys import Difference
 from headrace.kv.readers import Failure
 from headrace.kv.runs import Place, Run, RunDraft
 
@@ -47,7 +48,7 @@ class PageStore(Protocol):
     def scan(self) -> list[Run]:
         """Runs that are there and were not named before, parents before children."""
 
-    def known_elsewhere(self, tokens: Sequence[int]) -> str | None:
+    def known_elsewhere(self, tokens: Sequence[int]) -> Difference | None:
         """How the pages differ that another key has for these tokens; None if none has any."""
 
     def write(self, draft: RunDraft) -> Run | Refusal:

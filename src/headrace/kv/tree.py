@@ -291,6 +291,12 @@ class PrefixTree:
             stretch = joined if joined.end == end else following
         stretch.join()
 
+    def is_held(self, node: Node) -> bool:
+        """Whether a page, or one behind it, is pinned."""
+        if any(each.pins for each in node.stretch.nodes.values() if each.depth_pages >= node.depth_pages):
+            return True
+        return any(each.pins for stretch in self._below(node.stretch) for each in stretch.nodes.values())
+
     def pin(self, node: Node) -> None:
         """Keeps a page, and with it all pages before. A fork of a session is one more pin of its last page."""
         node.pins += 1
