@@ -57,10 +57,19 @@ class Case:
 
 
 def _run(
-    kernels: Any, rng: np.random.Generator, shape: Shape, scale: float, *, block_tokens: int = 4, repeat: bool = False
+    kernels: Any,
+    rng: np.random.Generator,
+    shape: Shape,
+    scale: float,
+    *,
+    block_tokens: int = 4,
+    repeat: bool = False,
+    special: tuple[float, ...] = (),
 ) -> Case:
     tokens, width = len(POSITIONS), shape.width
     row = rng.normal(size=(tokens, (shape.heads + 2 * shape.kv_heads) * width)).astype(np.float32)  # one row of q, k, v
+    if special:
+        row.reshape(-1)[::5] = np.resize(np.float32(special), -(-row.size // 5))
     qkv = kernels.array(row)
     page_bytes = LAYER_OFFSET + shape.kv_heads * 4 * width * PAGE_TOKENS
     pages = kernels.array(np.full((3, page_bytes), 0x3C, np.uint8))
@@ -166,3 +175,15 @@ def test_page_layout_is_as_documented() -> None:
     back = reference.keys_and_values(halves.view(np.uint8), 2, 64, 32)
     assert back[0].tobytes() == keys.tobytes()
     assert back[1].tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_rope_writes_only_finite_values_into_pages(kernels: Any, name: str) -> None:
+    """Attention weighs what lies behind the last token of a page with 0, which makes no number of what is not finite."""
+    shape = SHAPES[name]
+    special = (np.inf, -np.inf, np.nan, 3e38, -3e38, 65520.0)
+    with np.errstate(all="ignore"):
+        case = _run(kernels, np.random.default_rng(5), shape, 1.0, special=special)
+    pages = case.pages.view(np.float16)
+    assert np.isfinite(pages).all()
+    assert np.abs(pages).max() == np.float16(65504.0)

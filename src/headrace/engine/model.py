@@ -425,8 +425,7 @@ class Model:
         def end(generation: Generation) -> None:
             try:
                 on_end(generation)
-                # pages behind an error may hold values that are not finite
-                sequence.poisoned = generation.failed
+                # an error leaves no answer that anybody would go on from
                 count_reuse(self.cache.counters, generation.result.reuse)
                 if not generation.failed and not self._closed:
                     sequence.commit(len(generation.token_ids), standing())

@@ -67,9 +67,6 @@ class Sequence:
         self.accounts: list[Account] = [account]
         self.streamed_bytes, self.streamed_s = 0, 0.0
         self.lost: list[tuple[str, int, int]] = []  # pages that could not be streamed: reason, first token, tokens made anew
-        # Values that are not finite may lie in the pages. Attention weighs what lies behind the last token with 0, which
-        # makes no number of them, so the next owner must not find any.
-        self.poisoned = False
 
     @property
     def ledger(self) -> LedgerTotals:
@@ -118,7 +115,6 @@ class Sequence:
             return self._run_one_by_one(token_id, steps)
         chosen, program = self._executor.run_ahead(token_id, past, self._addresses, steps)
         if min(chosen) < 0:
-            self.poisoned = True
             self.truncate(past)
             raise NumericError(_NOT_FINITE.format(first=past + chosen.index(-1), last=past + chosen.index(-1)))
         self.token_ids += [token_id, *chosen[:-1]]
@@ -152,8 +148,6 @@ class Sequence:
         for number, page in enumerate(self.pages[keep:], keep):
             self.cold.pop(number, None)
             if page is not None:
-                if self.poisoned and self.cache.pool.owners(page) == 1:
-                    self.cache.pool.view(page)[:] = 0
                 self.cache.pool.release(page)
         del self.pages[keep:]
         self._addresses = self._addresses[:keep]
@@ -210,7 +204,6 @@ class Sequence:
             rows = self._step(chunk, min(outputs, len(chunk)))
             # a single row is for the sampler, which looks at every value anyway
             if outputs > 1 and not np.isfinite(rows).all():
-                self.poisoned = True
                 raise NumericError(_NOT_FINITE.format(first=start, last=start + len(chunk) - 1))
             yield rows
 
