@@ -19,7 +19,6 @@ TITLES = {
     "llama.cpp-no-fa": "llama.cpp, no flash attention",
     "openvino": "OpenVINO GenAI",
 }
-BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,24 @@ def spread(runs: Sequence[float]) -> str:
     return middle if len(runs) == 1 else f"{middle} ({number(min(runs))} to {number(max(runs))})"
 
 
+def titled(name: str, unit: str) -> str:
+    """A figure's name with its unit, if it has one."""
+    return f"{name}, {unit}" if unit else name
+
+
+def verdict(goal: str, reached: bool | None, *, quiet: bool) -> str:
+    """What the table says of a goal; none counts as reached unless the machine was `quiet`."""
+    if not goal:
+        return ""
+    return {True: "yes", False: "no", None: "not measured"}[reached] if quiet else "machine busy"
+
+
+def markdown(head: Sequence[str], columns: Sequence[str], body: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
+    """A Markdown table whose `columns` are aligned as `---` or `---:` says, and the notes below it, one line each."""
+    text = "\n".join("| " + " | ".join(line) + " |" for line in (head, columns, *body))
+    return text + "\n\n" + "\n".join(notes) + "\n"
+
+
 def table(rows: Sequence[Row], notes: Sequence[str], *, quiet: bool = True) -> str:
     """A Markdown table and the notes below it, one line each. No goal counts as reached unless the machine was `quiet`."""
     engines = [engine for engine in TITLES if any(engine in row.runs for row in rows)]
@@ -104,23 +121,21 @@ def table(rows: Sequence[Row], notes: Sequence[str], *, quiet: bool = True) -> s
     for row in rows:
         cells = [spread(row.runs[engine]) if engine in row.runs else "" for engine in engines]
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-        reached = {True: "yes", False: "no", None: "not measured" if row.goal else ""}[row.reached]
-        reached = reached if quiet or not row.goal else "machine busy"
+        reached = verdict(row.goal, row.reached, quiet=quiet)
         best = "" if row.best_ratio is None else f"{row.best_ratio:.2f}"
-        body.append([f"{row.name}, {row.unit}", *cells, ratio, row.goal, reached, best])
-    lines = [head, ["---"] + ["---:"] * len(engines) + ["---:", "---", "---", "---:"], *body]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return text + "\n\n" + "\n".join(notes) + "\n"
+        body.append([titled(row.name, row.unit), *cells, ratio, row.goal, reached, best])
+    return markdown(head, ["---", *["---:"] * len(engines), "---:", "---", "---", "---:"], body, notes)
 
 
-def rewritten(text: str, new: str) -> str:
-    """`text` with what lies between its two bench marks replaced.
+def rewritten(text: str, new: str, mark: str) -> str:
+    """`text` with what lies between its two marks, `<!-- mark:begin -->` and `<!-- mark:end -->`, replaced.
 
     Raises:
         ValueError: the marks are not there once each, in their order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"the file needs one line {BEGIN} and after it one line {END}: put them where the table belongs")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{new.strip()}\n{END}{after}"
+    begin, end = (f"<!-- {mark}:{side} -->" for side in ("begin", "end"))
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"the file needs one line {begin} and after it one line {end}: put them where the table belongs")
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{new.strip()}\n{end}{after}"

@@ -4,30 +4,31 @@
     python bench/kv.py --quick                      fewer rounds, 20 conversations, no traces
     python bench/kv.py --only restart --only moves
     python bench/kv.py --conversations 30 --json-out kv.json
+    python bench/kv.py --readme README.md
 
 Prints a table and ends in one JSON line. Needs some 6 GB of disk, in `--folder` or the system's folder for temporary files, and
 the extra `bench` (xllamacpp) for the rival; without it, the table says so. A machine that does other work gives no results:
-the run then says so, and no goal counts as reached.
+the run then says so, no goal counts as reached, and the README stays as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime as dt
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import kv_figures as f
-from compare import QUIET_SHARE, cpu_ticks, machine_line, model_paths, others_share, own_cpu_s
+from compare import model_paths
 from figures import TITLES
 from headrace.errors import HeadraceError
 from kv_sections import SECTIONS
-from kv_session import Session, load_line
+from kv_session import Session
 from rivals import EngineError, installed
+from runs import Watch, add_shared, machine_line, measured, report, tell, usable_cores
 
+MARK = "kv"
 ENGINES = ("headrace", "llama.cpp", "llama.cpp-no-fa")
 FULL_CONVERSATIONS, QUICK_CONVERSATIONS = 100, 20
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -44,9 +45,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--skip-rivals", action="store_true", help="no llama.cpp")
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder of the traces (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="where temporary folders are made: on the disk to be measured")
-    parser.add_argument("--threads", type=int, help="threads of an engine (default: the cores this process may use)")
-    parser.add_argument("--smollm2", type=Path, help="the GGUF file (default: fetched)")
-    parser.add_argument("--json-out", type=Path, help="also write the JSON line to this file")
+    add_shared(parser, MARK)
     options = parser.parse_args(argv)
     options.repeat = (2 if options.quick else 5) if options.repeat is None else options.repeat
     if options.conversations is None:
@@ -68,53 +67,37 @@ def wanted_sections(options: argparse.Namespace) -> list[str]:
 
 def measure_all(options: argparse.Namespace) -> tuple[list[f.Figure], list[str], dict[str, object]]:
     """Runs the sections; figures, notes, and the facts that go into the JSON line."""
-    cores = options.threads or len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
+    cores = options.threads or usable_cores()
     asked = ENGINES[:1] if options.skip_rivals else ENGINES
     present = [engine for engine in asked if installed(engine)]
     notes = [f"- Machine: {machine_line(cores)}; {dt.datetime.now(dt.UTC).date().isoformat()}."]
     notes += [f"- {TITLES[engine]} is not installed here." for engine in asked if engine not in present]
-    load_before, ticks, own_before_s = load_line(), cpu_ticks(), own_cpu_s()
+    watch = Watch()
     session = Session(
         model=model_paths(options, ["smollm2"])["smollm2"],
         cores=cores,
         repeat=options.repeat,
         conversations=options.conversations,
         engines=present,
-        say=lambda text: print(f"[{load_line()}] {text}", file=sys.stderr, flush=True),
+        say=tell,
         folder=options.folder,
         traces=options.traces,
     )
-    figures: list[f.Figure] = []
-    failures: list[str] = []
-    for name in wanted_sections(options):
-        try:
-            for figure in SECTIONS[name](session):  # one by one: a failure keeps the figures before it
-                figures.append(figure)  # noqa: PERF402, see above
-        except (EngineError, HeadraceError, OSError) as error:
-            failures.append(f"- {name} could not be measured: {error}.")
-    others = others_share(ticks, cpu_ticks(), own_cpu_s() - own_before_s)
-    quiet = others is not None and others <= QUIET_SHARE
+    figures, failures = measured(SECTIONS, wanted_sections(options), session, (EngineError, HeadraceError, OSError))
+    load_facts, load_note = watch.end()
     about = {engine: {name: facts[name] for name in ("version", "build")} for engine, facts in session.about.items()}
     notes += [f"- {TITLES[engine]}: version {facts['version']} ({facts['build']})." for engine, facts in about.items()]
     notes += [*session.notes, *failures]
     notes.append(f"- Medians of {options.repeat} rounds, in brackets the lowest and the highest.")
-    taken = "an unknown share" if others is None else f"{others:.1%}"
-    verdict = "" if quiet else "; that is too much, and none of these figures is a result"
-    notes.append(f"- Others took {taken} of the machine's time during the run ({load_before} before){verdict}.")
-    facts = {"others_share": others, "quiet": quiet, "threads": cores, "repeat": options.repeat}
-    return figures, notes, {**facts, "conversations": options.conversations, "engines": about, "failures": failures}
+    notes.append(load_note)
+    facts = {"bench": MARK, **load_facts, "threads": cores, "repeat": options.repeat, "conversations": options.conversations}
+    return figures, notes, {**facts, "engines": about, "failures": failures}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 when all was measured on a quiet machine, 1 otherwise; goals do not change it."""
     options = arguments(argv)
-    figures, notes, facts = measure_all(options)
-    print(f.table(figures, notes, quiet=bool(facts["quiet"])))
-    line = json.dumps({"bench": "kv", **facts, "notes": notes, "figures": [figure.document() for figure in figures]})
-    if options.json_out:
-        options.json_out.write_text(line + "\n", encoding="utf-8")
-    print(line)
-    return 0 if facts["quiet"] and not facts["failures"] else 1
+    return report(f.table, *measure_all(options), mark=MARK, json_out=options.json_out, readme=options.readme)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-from figures import spread
+from figures import markdown, spread, titled, verdict
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Figure:
     ratio: float | None = None
     goal: str = ""
     reached: bool | None = None
+
+    def beside(self, against: str, against_runs: Sequence[float]) -> Self:
+        """The same figure, shown with what it depends on."""
+        return replace(self, against=against, against_runs=against_runs)
 
     def document(self) -> dict[str, Any]:
         """For the JSON line: medians, and every run."""
@@ -56,32 +60,14 @@ def quicker(
     return Figure(section, name, "s", runs, against, against_runs, ratio, f"{goal_ratio:g}x", ratio >= goal_ratio)
 
 
-def at_most(
-    section: str,
-    name: str,
-    unit: str,
-    runs: Sequence[float],
-    ceiling: float,
-    against: str = "",
-    against_runs: Sequence[float] = (),
-) -> Figure:
+def at_most(section: str, name: str, unit: str, runs: Sequence[float], ceiling: float) -> Figure:
     """A figure whose median must not be above `ceiling`."""
-    reached = statistics.median(runs) <= ceiling
-    return Figure(section, name, unit, runs, against, against_runs, None, f"at most {ceiling:g}", reached)
+    return Figure(section, name, unit, runs, goal=f"at most {ceiling:g}", reached=statistics.median(runs) <= ceiling)
 
 
-def at_least(
-    section: str,
-    name: str,
-    unit: str,
-    runs: Sequence[float],
-    floor: float,
-    against: str = "",
-    against_runs: Sequence[float] = (),
-) -> Figure:
+def at_least(section: str, name: str, unit: str, runs: Sequence[float], floor: float) -> Figure:
     """A figure whose median must not be below `floor`."""
-    reached = statistics.median(runs) >= floor
-    return Figure(section, name, unit, runs, against, against_runs, None, f"at least {floor:g}", reached)
+    return Figure(section, name, unit, runs, goal=f"at least {floor:g}", reached=statistics.median(runs) >= floor)
 
 
 def table(figures: Sequence[Figure], notes: Sequence[str], *, quiet: bool = True) -> str:
@@ -93,9 +79,6 @@ def table(figures: Sequence[Figure], notes: Sequence[str], *, quiet: bool = True
         if figure.against_runs:
             against = f"{against}: {spread(figure.against_runs)}"
         ratio = "" if figure.ratio is None else f"{figure.ratio:.2f}"
-        reached = {True: "yes", False: "no", None: "not measured" if figure.goal else ""}[figure.reached]
-        reached = reached if quiet or not figure.goal else "machine busy"
-        body.append([f"{figure.name}, {figure.unit}", spread(figure.runs), against, ratio, figure.goal, reached])
-    lines = [head, ["---", "---:", "---", "---:", "---", "---"], *body]
-    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return text + "\n\n" + "\n".join(notes) + "\n"
+        reached = verdict(figure.goal, figure.reached, quiet=quiet)
+        body.append([titled(figure.name, figure.unit), spread(figure.runs), against, ratio, figure.goal, reached])
+    return markdown(head, ["---", "---:", "---", "---:", "---", "---"], body, notes)

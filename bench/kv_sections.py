@@ -91,7 +91,7 @@ def _restart_figures(
     disk_s = [turn["disk_s"] for turn in ours]
     times, times_reading = ([turn[part] / turn["disk_s"] for turn in ours] for part in ("waited_s", "read_s"))
     unit = "times a plain read"
-    yield f.at_most("restart", f"the same, {title}", unit, times, 1.5, "a plain read, s", disk_s)
+    yield f.at_most("restart", f"the same, {title}", unit, times, 1.5).beside("a plain read, s", disk_s)
     yield f.Figure("restart", f"reading and checking them alone, {title}", unit, times_reading)
     for engine, goal in RIVALS.items():
         against = f"{TITLES[engine]}, slot restored"
@@ -235,7 +235,7 @@ def moves(session: Session) -> Iterator[f.Figure]:
         beside, alone = found[name], found[f"{name}_undisturbed"]
         shares = [a / b for a, b in zip(beside, alone, strict=True)]
         what = f"decoding while {RESTART_TOKENS:,} tokens of another session are {title}"
-        yield f.at_least("moves", what, "share of undisturbed speed", shares, 0.9, "undisturbed, tok/s", alone)
+        yield f.at_least("moves", what, "share of undisturbed speed", shares, 0.9).beside("undisturbed, tok/s", alone)
         tokens = spread([float(count) for count in found["window_tokens"][name]])
         session.notes.append(
             f"- {title.capitalize()}: {found['past_bytes'] / 1e6:,.1f} MB while {tokens} tokens are decoded on top of "
@@ -272,7 +272,8 @@ def fork(session: Session) -> Iterator[f.Figure]:
         worker.kill()
     named_ms, unnamed_ms = ([1e3 * seconds for seconds in found[name]] for name in ("named_s", "unnamed_s"))
     name = f"fork of a session of {found['num_tokens']:,} tokens"
-    yield f.at_most("fork", name, "ms", named_ms, 1.0, "a fork without a name, which writes no file, ms", unnamed_ms)
+    unnamed = "a fork without a name, which writes no file, ms"
+    yield f.at_most("fork", name, "ms", named_ms, 1.0).beside(unnamed, unnamed_ms)
     yield f.at_most("fork", "the same, pages copied", "bytes", [float(found["copied_bytes"])], 0)
     session.notes.append(f"- Fork: its next turn found {found['reused_tokens']:,} tokens of its past.")
 

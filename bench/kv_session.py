@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -129,8 +128,3 @@ class Restarted:
     def close(self) -> None:
         """Ends the process."""
         self._worker.kill()
-
-
-def load_line() -> str:
-    """How busy the machine is, for lines of progress."""
-    return f"load {os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "load unknown"

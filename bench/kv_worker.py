@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
+from workers import llama_params, llama_timings, serve
+
 SLOT_FILE = "conversation.bin"
 
 
@@ -114,16 +116,7 @@ class LlamaCpp(Engine):
 
         del memory, disk  # a slot has memory for its context, and a file is as long as it is
         start = time.perf_counter()
-        params = xllamacpp.CommonParams()
-        params.model.path = path
-        params.n_ctx = context
-        params.n_parallel = 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{self._flash_attention}")
-        params.swa_full = True
-        params.cache_ram_mib = 0
-        params.ui = False
-        params.verbosity = 0
+        params = llama_params(path, threads, context, self._flash_attention)
         params.port = 0  # any that is free
         params.slot_save_path = f"{folder}{os.sep}"
         self._server = xllamacpp.Server(params)
@@ -135,21 +128,9 @@ class LlamaCpp(Engine):
 
     def turn(self, tokens: list[int], num_answer: int) -> dict[str, Any]:
         """Answers a prompt on top of what the slot holds of it."""
-        request = {
-            "prompt": tokens,
-            "max_tokens": num_answer,
-            "temperature": 0,
-            "samplers": ["temperature"],
-            "ignore_eos": True,
-            "cache_prompt": True,
-            "id_slot": 0,
-        }
         start = time.perf_counter()
-        answer = self._server.handle_completions(request)
+        timings = llama_timings(self._server, tokens, num_answer, cache_prompt=True, id_slot=0)
         seconds = time.perf_counter() - start
-        if "timings" not in answer:
-            raise RuntimeError(f"llama.cpp answers {answer}")
-        timings = answer["timings"]
         return {
             "first_token_s": seconds - timings["predicted_ms"] / 1e3,
             "read_s": 0.0,
@@ -206,19 +187,5 @@ def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     return done
 
 
-def serve(engine: Engine) -> None:
-    """Answers requests until standard input ends. Whatever an engine prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            reply = answer(engine, json.loads(line))
-        except Exception as error:  # noqa: BLE001, the parent decides what a failure of an engine means
-            lines = str(error).strip().splitlines() or ["it said nothing"]  # the last line is the nearest to the cause
-            reply = {"error": f"{type(error).__name__}: {lines[-1]}"}
-        answers.write(json.dumps(reply) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    serve(ENGINES[sys.argv[1]]())
+    serve(ENGINES[sys.argv[1]](), answer)

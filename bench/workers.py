@@ -15,12 +15,15 @@ import json
 import os
 import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 SEED = 20_240_229
 TOKEN_RANGE = (1_000, 40_000)  # ordinary tokens in every vocabulary here
+
+E = TypeVar("E")
 
 
 class Engine(Protocol):
@@ -94,12 +97,50 @@ class Headrace(Engine):
         }
 
 
-class LlamaCpp(Engine):
-    """llama.cpp as the wheel xllamacpp builds it, through its server's own Python entry (no HTTP).
+def llama_params(path: str, threads: int, context: int, flash_attention: str) -> Any:
+    """How llama.cpp is set up for every comparison.
 
     One slot, memory-mapped weights, 16-bit keys and values, its own warm-up, no copies of old prompts in memory. Flash
     attention is a setting: with smollm2 it gained with a short past and lost by far with a long one, with gemma3 it gained.
     """
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = path
+    params.n_ctx = context
+    params.n_parallel = 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{flash_attention}")
+    params.swa_full = True  # or the past of sliding-window layers is computed anew before every run
+    params.cache_ram_mib = 0
+    params.ui = False
+    params.verbosity = 0
+    return params
+
+
+def llama_timings(server: Any, tokens: list[int], num_tokens: int, **options: Any) -> dict[str, Any]:
+    """Answers a prompt greedily; what llama.cpp says it took.
+
+    Raises:
+        RuntimeError: it has not answered.
+    """
+    request = {
+        "prompt": tokens,
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "samplers": ["temperature"],
+        "ignore_eos": True,
+        **options,
+    }
+    answer = server.handle_completions(request)
+    if "timings" not in answer:
+        raise RuntimeError(f"llama.cpp answers {answer}")
+    timings: dict[str, Any] = answer["timings"]
+    return timings
+
+
+class LlamaCpp(Engine):
+    """llama.cpp as the wheel xllamacpp builds it, through its server's own Python entry (no HTTP)."""
 
     def __init__(self, flash_attention: str = "AUTO") -> None:
         self._flash_attention = flash_attention
@@ -112,45 +153,21 @@ class LlamaCpp(Engine):
         import xllamacpp
 
         self._server = None
-        params = xllamacpp.CommonParams()
-        params.model.path = path
-        params.n_ctx = context
-        params.n_parallel = 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, f"LLAMA_FLASH_ATTN_TYPE_{self._flash_attention}")
-        params.swa_full = True  # or the past of sliding-window layers is computed anew before every run
-        params.cache_ram_mib = 0
-        params.ui = False
-        params.verbosity = 0
-        self._server = xllamacpp.Server(params)
+        self._server = xllamacpp.Server(llama_params(path, threads, context, self._flash_attention))
         build = " ".join(part for part in xllamacpp.get_system_info().split(" | ") if part.endswith("= 1"))
         return {"version": importlib.metadata.version("xllamacpp"), "build": build.replace(" = 1", "").replace("CPU : ", "")}
 
-    def _timings(self, tokens: list[int], num_tokens: int, *, keep: bool) -> dict[str, float]:
-        request = {
-            "prompt": tokens,
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "samplers": ["temperature"],
-            "ignore_eos": True,
-            "cache_prompt": keep,
-        }
-        answer = self._server.handle_completions(request)
-        if "timings" not in answer:
-            raise RuntimeError(f"llama.cpp answers {answer}")
-        timings: dict[str, float] = answer["timings"]
-        return timings
-
     def prefill(self, tokens: list[int]) -> float:
         """Computes a prompt from nothing."""
-        timings = self._timings(tokens, 1, keep=False)
+        timings = llama_timings(self._server, tokens, 1, cache_prompt=False)
         assert timings["prompt_n"] == len(tokens)  # none of them came from a cache
-        return timings["prompt_per_second"]
+        return float(timings["prompt_per_second"])
 
     def decode(self, depth: int, num_tokens: int) -> float:
         """Generates greedily on top of `depth` tokens."""
         # The first token belongs to the prompt's time: llama.cpp counts one token less than it predicts.
-        return self._timings(prompt(depth), num_tokens + 1, keep=True)["predicted_per_second"]
+        timings = llama_timings(self._server, prompt(depth), num_tokens + 1, cache_prompt=True)
+        return float(timings["predicted_per_second"])
 
 
 class OpenVino(Engine):
@@ -225,14 +242,13 @@ def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"unknown request {unknown!r}")
 
 
-def serve(engine: Engine) -> None:
-    """Answers requests until standard input ends. Whatever an engine prints goes to standard error."""
+def serve(engine: E, act: Callable[[E, dict[str, Any]], dict[str, Any]]) -> None:
+    """Has an engine `act` on requests until standard input ends. Whatever it prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
-        request = json.loads(line)
         try:
-            reply = answer(engine, request)
+            reply = act(engine, json.loads(line))
         except Exception as error:  # noqa: BLE001, the parent decides what a failure of an engine means
             lines = str(error).strip().splitlines() or ["it said nothing"]  # the last line is the nearest to the cause
             reply = {"error": f"{type(error).__name__}: {lines[-1]}"}
@@ -241,4 +257,4 @@ def serve(engine: Engine) -> None:
 
 
 if __name__ == "__main__":
-    serve(ENGINES[sys.argv[1]]())
+    serve(ENGINES[sys.argv[1]](), answer)

@@ -44,8 +44,9 @@ def test_readme_names_every_alias_and_every_tensor_type() -> None:
     assert set(named[1].split(", ")) == {tensor_format.name for tensor_format in FORMATS.values()}
 
 
-def test_readme_has_the_place_for_the_measured_table() -> None:
-    assert README.count("<!-- bench:begin -->") == README.count("<!-- bench:end -->") == 1
+@pytest.mark.parametrize("mark", ["bench", "kv"])
+def test_readme_has_the_place_for_each_measured_table(mark: str) -> None:
+    assert README.count(f"<!-- {mark}:begin -->") == README.count(f"<!-- {mark}:end -->") == 1
 
 
 def test_readme_snippet_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
-
-BENCH = Path(__file__).parent.parent.parent / "bench"
 
 FAKE = """
 import sys
@@ -38,24 +34,14 @@ class Fake:
 
 if sys.argv[1] == "dies":
     sys.exit("out of luck")
-workers.serve(Fake())
+workers.serve(Fake(), workers.answer)
 """
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    monkeypatch.syspath_prepend(str(BENCH))
-    names = ("figures", "rivals", "workers", "sections", "compare")
-    modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
-    yield SimpleNamespace(**modules)
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> tuple[str, str]:
+def program(bench: SimpleNamespace, tmp_path: Path) -> tuple[str, str]:
     path = tmp_path / "fake.py"
-    path.write_text(FAKE.format(bench=str(BENCH)), encoding="utf-8")
+    path.write_text(FAKE.format(bench=str(bench.folder)), encoding="utf-8")
     return sys.executable, str(path)
 
 
@@ -118,35 +104,6 @@ def test_table_of_a_busy_machine_claims_nothing(bench: SimpleNamespace) -> None:
     assert "| 3.00 | 2x | machine busy |" in bench.figures.table([row], ["note"], quiet=False)
 
 
-@pytest.mark.parametrize(("quiet", "code"), [(True, 0), (False, 1)])
-def test_readme_is_rewritten_after_a_quiet_run_only(
-    bench: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    quiet: bool,
-    code: int,
-) -> None:
-    row = bench.figures.at_most("memory", "memory", "MB", (200.0,), 250.0)
-    monkeypatch.setattr(bench.compare, "measure_all", lambda options: ([row], ["- note"], {"quiet": quiet, "failures": []}))
-    readme, out = tmp_path / "README.md", tmp_path / "out.json"
-    readme.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n", encoding="utf-8")
-    assert bench.compare.main(["--readme", str(readme), "--json-out", str(out)]) == code
-    assert ("old" in readme.read_text(encoding="utf-8")) == (not quiet)
-    assert readme.read_text(encoding="utf-8").endswith("<!-- bench:end -->\nafter\n")
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert last == json.loads(out.read_text(encoding="utf-8"))
-    assert last["figures"][0]["reached"] is True
-
-
-def test_others_share_counts_the_host_and_foreign_processes(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.compare.os, "sysconf", lambda name: 100)
-    before = [0] * 8
-    after = [400, 0, 100, 450, 0, 0, 0, 50]  # ticks: user, nice, system, idle, wait, interrupts, soft, stolen
-    assert bench.compare.others_share(before, after, ours_s=4.5) == pytest.approx((500 - 450 + 50) / 1000)
-    assert bench.compare.others_share([], [], 1.0) is None
-
-
 def test_first_output_is_timed_and_failures_are_named(bench: SimpleNamespace) -> None:
     late = "import time; print('x', flush=True); time.sleep(0.5)"
     start = time.perf_counter()
@@ -188,8 +145,3 @@ def test_a_failure_keeps_the_rows_before_it(bench: SimpleNamespace, monkeypatch:
     assert rows == [row]
     assert facts["failures"] == ["- memory could not be measured: llama.cpp ended with exit code -9."]
     assert facts["failures"][0] in notes
-
-
-def test_rewritten_needs_its_marks(bench: SimpleNamespace) -> None:
-    with pytest.raises(ValueError, match="bench:begin"):
-        bench.figures.rewritten("no marks", "table")

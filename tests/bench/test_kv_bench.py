@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parent.parent.parent / "bench"
 TABLE_HEAD = "| figure | measured | compared with | times better | goal | reached |"
 
 FAKE = """
@@ -66,19 +63,8 @@ class Fake:
             ]}},
         }}[name]
 
-kv_worker.serve(Fake())
+kv_worker.serve(Fake(), kv_worker.answer)
 """
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    monkeypatch.syspath_prepend(str(BENCH))
-    names = ("figures", "rivals", "workers", "sections", "compare", "kv_policies", "kv_probes", "kv_worker", "kv_files")
-    names += ("kv_figures", "kv_session", "kv_sections", "kv")
-    modules: dict[str, ModuleType] = {name: importlib.import_module(name) for name in names}
-    yield SimpleNamespace(**modules)
-    for name in names:
-        sys.modules.pop(name, None)
 
 
 NewSession = Callable[..., Any]
@@ -91,7 +77,7 @@ def new_session(bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.Monk
 
     def make(engines: tuple[str, ...] = ("headrace",), model: str = "m", forgets: int = 0) -> Any:
         program = tmp_path / "fake.py"
-        program.write_text(FAKE.format(bench=str(BENCH), forgets=forgets), encoding="utf-8")
+        program.write_text(FAKE.format(bench=str(bench.folder), forgets=forgets), encoding="utf-8")
         return bench.kv_session.Session(
             model=Path(model),
             cores=2,
@@ -243,27 +229,6 @@ def test_table_of_a_busy_machine_claims_nothing(bench: SimpleNamespace) -> None:
     assert "yes" not in busy
 
 
-@pytest.mark.parametrize(("quiet", "code"), [(True, 0), (False, 1)])
-def test_run_ends_in_one_json_line(
-    bench: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    quiet: bool,
-    code: int,
-) -> None:
-    figure = bench.kv_figures.at_least("moves", "decoding", "share", [0.95], 0.9)
-    monkeypatch.setattr(bench.kv, "measure_all", lambda options: ([figure], ["- note"], {"quiet": quiet, "failures": []}))
-    out = tmp_path / "out.json"
-    assert bench.kv.main(["--json-out", str(out)]) == code
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0] == TABLE_HEAD
-    last = json.loads(printed[-1])
-    assert last == json.loads(out.read_text(encoding="utf-8"))
-    assert last["bench"] == "kv"
-    assert last["figures"][0] == figure.document()
-
-
 def test_a_failure_keeps_the_figures_before_it(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figure = bench.kv_figures.at_most("fork", "fork", "ms", [0.5], 1.0)
 
@@ -275,6 +240,7 @@ def test_a_failure_keeps_the_figures_before_it(bench: SimpleNamespace, monkeypat
     monkeypatch.setattr(bench.kv, "installed", lambda engine: engine == "headrace")
     figures, notes, facts = bench.kv.measure_all(bench.kv.arguments(["--smollm2", str(tmp_path)]))
     assert figures == [figure]
+    assert facts["bench"] == "kv"
     assert facts["failures"] == ["- fork could not be measured: headrace ended with exit code -9."]
     assert facts["failures"][0] in notes
     assert "- llama.cpp is not installed here." in notes
