@@ -36,10 +36,10 @@ def test_closing_line_shows_slow_speeds_with_digits() -> None:
     ("reuse", "said"),
     [
         (Reuse(memory_tokens=2000), " (2,000 known)"),
-        (Reuse(memory_tokens=1960, disk_tokens=40), " (2,000 known, 40 from disk)"),
+        (Reuse(memory_tokens=1960, disk_tokens=40, load_s=0.003), " (2,000 known, 40 from disk in 3 ms)"),
         (Reuse(memory_tokens=2000, saved_s=0.009), " (2,000 known)"),
         (Reuse(memory_tokens=2000, saved_s=0.421), " (2,000 known, 0.42 s saved)"),
-        (Reuse(disk_tokens=2000, saved_s=12.34), " (2,000 known, 2,000 from disk, 12.3 s saved)"),
+        (Reuse(disk_tokens=2000, load_s=0.5, saved_s=12.34), " (2,000 known, 2,000 from disk in 500 ms, 12.3 s saved)"),
     ],
 )
 def test_closing_line_says_where_the_past_came_from_and_what_that_saved(reuse: Reuse, said: str) -> None:

@@ -32,7 +32,7 @@ class Speeds:
 
     @classmethod
     def of(cls, result: GenerationResult, read_bandwidth: Callable[[], float]) -> Speeds:
-        """Speeds of one answer: uncached prompt tokens, and generated tokens after the first.
+        """Speeds of one answer: prompt tokens that were computed, without the wait for others to be read, and generated ones.
 
         `read_bandwidth` measures bytes per second; it is called only if there is something to compare with it.
         """
@@ -40,7 +40,7 @@ class Speeds:
         bytes_per_s = _rate(result.decode_ledger.total_bytes, timings.decode_s)
         bandwidth = None if bytes_per_s is None else read_bandwidth()
         return cls(
-            prefill_tok_s=_rate(usage.prompt_tokens - usage.cached_tokens, timings.prefill_s),
+            prefill_tok_s=_rate(usage.prompt_tokens - usage.cached_tokens, timings.prefill_s - result.reuse.load_s),
             decode_tok_s=_rate(usage.completion_tokens - 1, timings.decode_s),
             gb_s=None if bytes_per_s is None else bytes_per_s / 1e9,
             read_bandwidth_gb_s=None if bandwidth is None else bandwidth / 1e9,
@@ -49,7 +49,7 @@ class Speeds:
 
 
 def closing_line(result: GenerationResult, speeds: Speeds) -> str:
-    """'prompt 24 tokens (20 known, 4 from disk, 0.42 s saved) at 1,234 tok/s, generated 128 tokens at 211 tok/s, 20.1 GB/s'."""
+    """'prompt 24 tokens (20 known, 0.42 s saved) at 1,234 tok/s, generated 128 tokens at 211 tok/s, 20.1 GB/s'."""
     usage, reuse = result.usage, result.reuse
     parts = [
         f"prompt {_tokens(usage.prompt_tokens)}{_known(usage.cached_tokens, reuse)}{_at(speeds.prefill_tok_s)}",
@@ -175,12 +175,12 @@ def _giga(amount: float, seconds: float) -> str:
 
 
 def _known(cached_tokens: int, reuse: Reuse) -> str:
-    """' (20 known, 4 from disk, 0.42 s saved)', or nothing when nothing was known."""
+    """' (20 known, 4 from disk in 3 ms, 0.42 s saved)', or nothing when nothing was known."""
     if not cached_tokens:
         return ""
     parts = [f"{cached_tokens:,} known"]
     if reuse.disk_tokens:
-        parts.append(f"{reuse.disk_tokens:,} from disk")
+        parts.append(f"{reuse.disk_tokens:,} from disk in {format_seconds(reuse.load_s)}")
     if reuse.saved_s > SAVED_WORTH_SAYING_S:
         parts.append(f"{reuse.saved_s:.3g} s saved" if reuse.saved_s >= 1 else f"{reuse.saved_s:.2f} s saved")
     return f" ({', '.join(parts)})"
