@@ -22,7 +22,7 @@ from headrace.kv import cache as kv_cache
 from headrace.kv.pages import page_bytes
 from headrace.kv.prices import PriceBook
 from headrace.weights.progress import NullProgress
-from tiny.memory import FixedPrices
+from tiny.memory import FixedPrices, Reference
 from tiny.models import TinySpec, write_model
 
 
@@ -147,6 +147,18 @@ def open_tiny(request: pytest.FixtureRequest, tiny_models: TinyModels) -> Callab
 
 
 @pytest.fixture
+def spec() -> TinySpec:
+    """The model of `opened` and `reference`; tests that need another one say so by a fixture of the same name."""
+    return TinySpec(ends=False, context=1536, layers=4, seed=31)
+
+
+@pytest.fixture
+def reference(tiny_models: TinyModels, spec: TinySpec) -> Reference:
+    """What the model computes without any past."""
+    return Reference(tiny_models.load(spec))
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Where the past is kept."""
     return tmp_path / "kv"
@@ -165,6 +177,12 @@ def open_kept(open_tiny: Callable[..., Model], folder: Path) -> Iterator[Callabl
     for model in models:
         if not model._closed:
             check_memory(model)
+
+
+@pytest.fixture
+def opened(open_kept: Callable[..., Model], spec: TinySpec) -> Callable[..., Model]:
+    """As `open_kept`, for the one model of a test."""
+    return functools.partial(open_kept, spec)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,45 +15,17 @@ import numpy as np
 import pytest
 
 from headrace.engine import memory as engine_memory
-from headrace.engine.generation import Generation
 from headrace.engine.model import Model
-from headrace.engine.results import MissReport
-from tiny.memory import Clock, Reference, answer, run_files
+from tiny.memory import Clock, Reference, answer, known_tokens, only_miss, plain_ids, run_files
 from tiny.models import TinySpec
 from tiny.runs import set_byte
 
 if TYPE_CHECKING:
     from conftest import TinyModels
 
-SPEC = TinySpec(ends=False, context=1536, layers=4, seed=31)
 OTHER_SPEC = TinySpec(ends=False, context=1536, layers=4, seed=32)
 
 Open = Callable[..., Model]
-
-
-def _ids(count: int, seed: int = 0) -> list[int]:
-    """Tokens that no special token is among."""
-    return np.random.default_rng(seed).integers(5, 200, count).tolist()
-
-
-def _known(generation: Generation) -> int:
-    """Tokens of the prompt that were not computed."""
-    return generation.result.reuse.memory_tokens + generation.result.reuse.disk_tokens
-
-
-def _only(misses: Sequence[MissReport]) -> MissReport:
-    assert len(misses) == 1, misses
-    return misses[0]
-
-
-@pytest.fixture
-def reference(tiny_models: TinyModels) -> Reference:
-    return Reference(tiny_models.load(SPEC))
-
-
-@pytest.fixture
-def opened(open_kept: Open) -> Open:
-    return partial(open_kept, SPEC)
 
 
 # what becomes of files
@@ -105,7 +76,7 @@ def test_snapshots_that_are_no_longer_what_they_were_leave_the_live_session_unto
     reference.check(turn._plan.prompt_ids, turn.token_ids, [])
     assert live.messages[: len(messages)] == messages
     assert live.token_ids[: len(ids)] == ids
-    assert _known(turn) == len(ids) - 1  # it is in memory
+    assert known_tokens(turn) == len(ids) - 1  # it is in memory
     live.close()
     model.close()
     # and is kept as it is now, whatever became of what was kept before
@@ -119,13 +90,13 @@ def test_snapshots_that_are_no_longer_what_they_were_leave_the_live_session_unto
 
 def test_folder_that_vanishes_under_a_running_model_is_made_again(opened: Open, reference: Reference, folder: Path) -> None:
     model = opened()
-    first = answer(model, reference, _ids(200), 4)
+    first = answer(model, reference, plain_ids(200), 4)
     model.cache.flush()
     shutil.rmtree(folder)
-    assert _known(answer(model, reference, [*_ids(200), *first.token_ids], 4)) == 203
-    answer(model, reference, _ids(200, 1), 4)
+    assert known_tokens(answer(model, reference, [*plain_ids(200), *first.token_ids], 4)) == 203
+    answer(model, reference, plain_ids(200, 1), 4)
     model.close()
-    assert _known(answer(opened(), reference, _ids(200, 1), 4)) == 199
+    assert known_tokens(answer(opened(), reference, plain_ids(200, 1), 4)) == 199
 
 
 @pytest.mark.parametrize("length", [75, 96, 400])
@@ -133,7 +104,7 @@ def test_folder_that_vanishes_under_a_running_model_is_made_again(opened: Open, 
 def test_page_that_is_lost_between_lookup_and_read_is_computed_and_the_reason_told(
     opened: Open, reference: Reference, monkeypatch: pytest.MonkeyPatch, folder: Path, length: int, reason: str
 ) -> None:
-    prompt = _ids(length)
+    prompt = plain_ids(length)
     model = opened()
     answer(model, reference, prompt, 1)
     model.close()
@@ -158,56 +129,56 @@ def test_page_that_is_lost_between_lookup_and_read_is_computed_and_the_reason_to
     lost = [miss for miss in reuse.misses if miss.reason == reason]
     assert lost
     assert sum(miss.num_tokens for miss in lost) == (length if reason == "gone" else 32)
-    assert _known(generation) == length - sum(miss.num_tokens for miss in lost)
+    assert known_tokens(generation) == length - sum(miss.num_tokens for miss in lost)
     monkeypatch.undo()
     # what was computed again is known again, in memory and on disk
-    assert _known(answer(again, reference, [*prompt, 7], 4)) == length
+    assert known_tokens(answer(again, reference, [*prompt, 7], 4)) == length
     again.close()
-    assert _known(answer(opened(), reference, [*prompt, 7], 4)) == length
+    assert known_tokens(answer(opened(), reference, [*prompt, 7], 4)) == length
 
 
 def test_pages_of_another_model_are_not_used_and_that_is_told(opened: Open, open_kept: Open, reference: Reference) -> None:
     other = open_kept(OTHER_SPEC)
-    other.generate_ids(_ids(100), max_tokens=1).text()
+    other.generate_ids(plain_ids(100), max_tokens=1).text()
     other.close()
-    generation = answer(opened(), reference, _ids(100), 4)
-    miss = _only(generation.result.reuse.misses)
-    assert (_known(generation), miss.reason, miss.num_tokens) == (0, "model changed", 99)
+    generation = answer(opened(), reference, plain_ids(100), 4)
+    miss = only_miss(generation)
+    assert (known_tokens(generation), miss.reason, miss.num_tokens) == (0, "model changed", 99)
     assert "of another model (tiny llama, with content" in miss.detail
 
 
 def test_pages_of_other_numbers_are_not_used_and_that_is_told(
     opened: Open, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompt = _ids(100)
+    prompt = plain_ids(100)
     model = opened()
     answer(model, reference, prompt, 1)
     model.close()
     monkeypatch.setattr(engine_memory, "numbers_of", lambda library, formats: "kernels x, steps y")
     newer = opened()
     generation = answer(newer, reference, prompt, 4)
-    miss = _only(generation.result.reuse.misses)
-    assert (_known(generation), miss.reason) == (0, "format changed")
+    miss = only_miss(generation)
+    assert (known_tokens(generation), miss.reason) == (0, "format changed")
     assert miss.detail.startswith("the pages kept for these tokens are of other numbers (kernels ")
     # what comes behind pages that are known here is not said to be known there
-    generation = answer(newer, reference, [*prompt, *_ids(20, 1)], 4)
-    miss = _only(generation.result.reuse.misses)
+    generation = answer(newer, reference, [*prompt, *plain_ids(20, 1)], 4)
+    miss = only_miss(generation)
     assert (miss.reason, miss.at_token) == ("diverged", 100)
     newer.cache.clear()
     answer(newer, reference, prompt[:96], 1)
-    generation = answer(newer, reference, [*prompt[:96], *_ids(20, 1)], 4)
-    assert _only(generation.result.reuse.misses).reason == "first seen"
+    generation = answer(newer, reference, [*prompt[:96], *plain_ids(20, 1)], 4)
+    assert only_miss(generation).reason == "first seen"
     newer.close()
     monkeypatch.undo()
-    assert _known(answer(opened(), reference, prompt, 4)) == 99
+    assert known_tokens(answer(opened(), reference, prompt, 4)) == 99
 
 
 @pytest.mark.parametrize("options", [{"context": 700}, {"threads": 2}, {"pages": 24}, {"disk_bytes": 10**8}])
 def test_context_threads_and_bounds_are_no_part_of_the_key(opened: Open, reference: Reference, options: dict[str, Any]) -> None:
     model = opened()
-    answer(model, reference, _ids(300), 1)
+    answer(model, reference, plain_ids(300), 1)
     model.close()
-    assert _known(answer(opened(**options), reference, _ids(300), 4)) == 299
+    assert known_tokens(answer(opened(**options), reference, plain_ids(300), 4)) == 299
 
 
 # several processes
@@ -215,21 +186,21 @@ def test_context_threads_and_bounds_are_no_part_of_the_key(opened: Open, referen
 
 def test_second_process_finds_what_the_first_has_written(opened: Open, reference: Reference) -> None:
     one, two = opened(), opened()
-    prompt = _ids(200)
+    prompt = plain_ids(200)
     first = answer(one, reference, prompt, 4)
-    assert _known(answer(two, reference, _ids(200, 1), 4)) == 0
+    assert known_tokens(answer(two, reference, plain_ids(200, 1), 4)) == 0
     one.cache.flush()
     prompt += [*first.token_ids, 7]
     second = answer(two, reference, prompt, 4)
     assert second.result.reuse.disk_tokens == 203
     two.cache.flush()
-    assert _known(answer(one, reference, [*prompt, *second.token_ids], 4)) == 208
-    assert _known(answer(one, reference, _ids(200, 1), 4)) == 199
+    assert known_tokens(answer(one, reference, [*prompt, *second.token_ids], 4)) == 208
+    assert known_tokens(answer(one, reference, plain_ids(200, 1), 4)) == 199
 
 
 def test_processes_that_write_the_same_leave_one_copy_of_it(opened: Open, reference: Reference, folder: Path) -> None:
     one, two = opened(), opened()
-    prompt = _ids(320)
+    prompt = plain_ids(320)
     both = [model.generate_ids(prompt, max_tokens=1) for model in (one, two)]
     for generation in both:
         next(generation)  # neither knows yet of what the other has
@@ -239,7 +210,7 @@ def test_processes_that_write_the_same_leave_one_copy_of_it(opened: Open, refere
     assert len(run_files(folder)) == 2
     for seed, model in enumerate((one, two, one, two), 1):
         model.cache.disk.store._listed_ns = -1  # as if a second had passed
-        answer(model, reference, _ids(40, seed), 1)
+        answer(model, reference, plain_ids(40, seed), 1)
         model.cache.flush()
         model.cache.check()
     assert len(run_files(folder)) == 1 + 4
@@ -267,14 +238,16 @@ model.close()
 """
 
 
-def test_another_process_beside_this_one(opened: Open, reference: Reference, folder: Path, tiny_models: TinyModels) -> None:
+def test_another_process_beside_this_one(
+    opened: Open, reference: Reference, folder: Path, spec: TinySpec, tiny_models: TinyModels
+) -> None:
     one = opened()
-    prompt = _ids(300)
+    prompt = plain_ids(300)
     first = answer(one, reference, prompt, 4)
     one.cache.flush()
     prompt += [*first.token_ids, 7]
     tests = Path(__file__).parents[1]
-    command = [sys.executable, "-c", PROCESS, str(tests / "engine/conftest.py"), str(tiny_models.path(SPEC)), str(folder)]
+    command = [sys.executable, "-c", PROCESS, str(tests / "engine/conftest.py"), str(tiny_models.path(spec)), str(folder)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *filter(None, sys.path)])}
     with subprocess.Popen(
         [*command, json.dumps(prompt)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -284,8 +257,8 @@ def test_another_process_beside_this_one(opened: Open, reference: Reference, fol
         reference.check(prompt, tokens, [])
         assert disk_tokens == 303
         # while it runs, this one goes on in the same folder
-        answer(one, reference, _ids(100, 1), 4)
+        answer(one, reference, plain_ids(100, 1), 4)
         one.cache.flush()
         process.communicate("\n")
     assert process.returncode == 0
-    assert _known(answer(one, reference, [*prompt, *tokens], 4)) == len(prompt) + len(tokens) - 1
+    assert known_tokens(answer(one, reference, [*prompt, *tokens], 4)) == len(prompt) + len(tokens) - 1

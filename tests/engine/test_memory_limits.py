@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 
 from headrace.engine import streaming
-from headrace.engine.generation import Generation
 from headrace.engine.model import Model
-from headrace.kv import runs
 from headrace.kv.disk import RETRY_S
 from headrace.kv.pages import pages_for
-from tiny.memory import Clock, FixedPrices, Reference, answer, run_files
-from tiny.models import TinySpec
-from tiny.runs import disk_bytes, set_byte
-
-if TYPE_CHECKING:
-    from conftest import TinyModels
-
-SPEC = TinySpec(ends=False, context=1536, layers=4, seed=31)
+from tiny.memory import Clock, FixedPrices, Reference, answer, fill_disk, known_tokens, plain_ids, run_files
+from tiny.runs import disk_bytes, set_page_byte
 
 Open = Callable[..., Model]
-
-
-def _ids(count: int, seed: int = 0) -> list[int]:
-    """Tokens that no special token is among."""
-    return np.random.default_rng(seed).integers(5, 200, count).tolist()
-
-
-def _known(generation: Generation) -> int:
-    """Tokens of the prompt that were not computed."""
-    return generation.result.reuse.memory_tokens + generation.result.reuse.disk_tokens
-
-
-@pytest.fixture
-def reference(tiny_models: TinyModels) -> Reference:
-    return Reference(tiny_models.load(SPEC))
-
-
-@pytest.fixture
-def opened(open_kept: Open) -> Open:
-    return partial(open_kept, SPEC)
 
 
 # bounds
@@ -59,25 +28,21 @@ def test_full_disk_costs_only_what_would_have_been_kept(
 ) -> None:
     clock = Clock()
     model = opened(wall_clock=clock)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(runs, "_write", full)
-    answer(model, reference, _ids(200), 4)
+    fill_disk(monkeypatch)
+    answer(model, reference, plain_ids(200), 4)
     model.cache.flush()
     refusal = model.cache.disk.refusal
     assert refusal is not None
     assert refusal.reason == "disk full"
     assert run_files(folder) == []
-    assert _known(answer(model, reference, _ids(200), 4)) == 199
+    assert known_tokens(answer(model, reference, plain_ids(200), 4)) == 199
     monkeypatch.undo()
     # it is not tried again at once, but after a while
-    answer(model, reference, _ids(200, 1), 4)
+    answer(model, reference, plain_ids(200, 1), 4)
     model.cache.flush()
     assert run_files(folder) == []
     clock.ahead_s += RETRY_S + 1
-    answer(model, reference, _ids(200, 2), 4)
+    answer(model, reference, plain_ids(200, 2), 4)
     model.cache.flush()
     assert len(run_files(folder)) == 1
 
@@ -88,7 +53,7 @@ def test_bounds_hold_whatever_is_asked(opened: Open, reference: Reference, folde
     rng = np.random.default_rng(0)
     most = 0
     for number in range(40):
-        prompt = _ids(int(rng.integers(1, 700)), int(rng.integers(12)))
+        prompt = plain_ids(int(rng.integers(1, 700)), int(rng.integers(12)))
         answer(model, reference, prompt, 3, every=False)
         if number % 4 == 0:
             model.session(f"session {number}", "and " * 200).send("the", max_tokens=1).text()
@@ -130,7 +95,7 @@ def _slow(monkeypatch: pytest.MonkeyPatch, model: Model, page_s: float) -> list[
 @pytest.fixture
 def kept(opened: Open, reference: Reference) -> list[int]:
     """A prompt of 24 pages that is known on disk, and nowhere else."""
-    prompt = _ids(24 * 32 + 1)
+    prompt = plain_ids(24 * 32 + 1)
     model = opened()
     answer(model, reference, prompt, 1)
     model.close()
@@ -152,7 +117,7 @@ def test_front_is_computed_while_the_tail_is_read(
     # about half of each; the mover reads 8 pages at a time
     assert 4 * 32 <= reuse.disk_tokens <= 20 * 32
     # and all is known now
-    assert _known(answer(model, reference, kept, 4)) == 24 * 32
+    assert known_tokens(answer(model, reference, kept, 4)) == 24 * 32
 
 
 def test_everything_is_computed_where_reading_is_very_slow(
@@ -163,7 +128,7 @@ def test_everything_is_computed_where_reading_is_very_slow(
     generation = answer(model, reference, kept, 4)
     assert {miss.reason for miss in generation.result.reuse.misses} == {"recompute is quicker"}
     assert sum(miss.num_tokens for miss in generation.result.reuse.misses) == 24 * 32
-    assert _known(generation) == 0
+    assert known_tokens(generation) == 0
     assert asked == []
 
 
@@ -173,7 +138,7 @@ def test_last_part_of_a_page_is_computed_where_reading_is_very_slow(
 ) -> None:
     model = opened(prices=FixedPrices(token_s=1e-5, byte_s=1.0))
     asked = _slow(monkeypatch, model, 10.0)
-    generation = answer(model, reference, [*kept, *_ids(40)][:length], 4)
+    generation = answer(model, reference, [*kept, *plain_ids(40)][:length], 4)
     assert sum(miss.num_tokens for miss in generation.result.reuse.misses) == length - 1
     assert asked == []
 
@@ -186,10 +151,10 @@ def test_quick_disk_is_read_and_nothing_computed(opened: Open, reference: Refere
 
 def test_reuse_says_what_it_saved(opened: Open, reference: Reference) -> None:
     model = opened(prices=None)
-    assert answer(model, reference, _ids(300), 4).result.reuse.saved_s == 0
-    first = answer(model, reference, _ids(300), 4).result.reuse
+    assert answer(model, reference, plain_ids(300), 4).result.reuse.saved_s == 0
+    first = answer(model, reference, plain_ids(300), 4).result.reuse
     # computing a part of it would have taken less
-    part = answer(model, reference, _ids(300)[:100], 4).result.reuse
+    part = answer(model, reference, plain_ids(300)[:100], 4).result.reuse
     assert first.saved_s > part.saved_s > 0
     assert model.cache.counters.saved_s == pytest.approx(first.saved_s + part.saved_s, rel=0.5)
 
@@ -210,10 +175,10 @@ def test_conversation_longer_than_memory_goes_on_exactly(opened: Open, reference
     prompt: list[int] = []
     for turn in range(5):
         known = max(0, len(prompt) - 1)
-        prompt += _ids(180, turn)
+        prompt += plain_ids(180, turn)
         generation = answer(model, reference, prompt, 20, every=every)
         reuse = generation.result.reuse
-        assert _known(generation) == known
+        assert known_tokens(generation) == known
         assert (reuse.streamed_bytes > 0) == (pages_for(len(prompt)) > 22)
         prompt += generation.token_ids
         model.cache.check()
@@ -229,9 +194,9 @@ def test_conversation_longer_than_memory_goes_on_exactly(opened: Open, reference
 
 def test_conversation_longer_than_memory_goes_on_with_the_room_it_takes_in_earnest(opened: Open, reference: Reference) -> None:
     model = opened(pages=32)
-    generation = answer(model, reference, _ids(1400), 10)
+    generation = answer(model, reference, plain_ids(1400), 10)
     assert generation.result.reuse.streamed_bytes > 0
-    assert _known(answer(model, reference, [*_ids(1400), *generation.token_ids], 4)) == 1409
+    assert known_tokens(answer(model, reference, [*plain_ids(1400), *generation.token_ids], 4)) == 1409
 
 
 @pytest.mark.usefixtures("small_staging")
@@ -240,7 +205,7 @@ def test_page_that_is_lost_while_it_is_streamed_is_computed_again(
     opened: Open, reference: Reference, folder: Path, which: str
 ) -> None:
     model = opened(pages=20)
-    prompt = _ids(700)
+    prompt = plain_ids(700)
     generation = model.generate_ids(prompt, max_tokens=60, temperature=0.0, ignore_end=True)
     next(generation)
     assert generation._sequence.cold
@@ -250,10 +215,9 @@ def test_page_that_is_lost_while_it_is_streamed_is_computed_again(
     if which != "all":
         cold = generation._sequence.cold
         node = cold[min(cold) if which == "first page" else max(cold)]
-        run = model.cache.disk.store._runs[node.page.place.run]
-        set_byte(run.path, run.payload_offset + node.page.place.index * run.stride + 4000)
+        set_page_byte(model.cache.disk.store, node.page.place, 4000)
     generation.text()
     reference.check(prompt, generation.token_ids, [])
     assert len(generation.token_ids) == 60
     model.cache.check()
-    assert _known(answer(model, reference, [*prompt, *generation.token_ids], 4)) == 759
+    assert known_tokens(answer(model, reference, [*prompt, *generation.token_ids], 4)) == 759

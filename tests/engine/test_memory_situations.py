@@ -4,54 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
-from headrace.engine.generation import Generation
 from headrace.engine.model import Model
-from headrace.engine.results import MissReport
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.errors import ContextOverflowError
 from tiny import models as tiny
-from tiny.memory import Reference, Ticks, answer
+from tiny.memory import Reference, Ticks, answer, known_tokens, only_miss, plain_ids
 from tiny.models import TinySpec, write_model
 
-if TYPE_CHECKING:
-    from conftest import TinyModels
-
-SPEC = TinySpec(ends=False, context=1536, layers=4, seed=31)
-
 Open = Callable[..., Model]
-
-
-def _ids(count: int, seed: int = 0) -> list[int]:
-    """Tokens that no special token is among."""
-    return np.random.default_rng(seed).integers(5, 200, count).tolist()
-
-
-def _known(generation: Generation) -> int:
-    """Tokens of the prompt that were not computed."""
-    return generation.result.reuse.memory_tokens + generation.result.reuse.disk_tokens
-
-
-def _only(misses: Sequence[MissReport]) -> MissReport:
-    assert len(misses) == 1, misses
-    return misses[0]
-
-
-@pytest.fixture
-def reference(tiny_models: TinyModels) -> Reference:
-    return Reference(tiny_models.load(SPEC))
-
-
-@pytest.fixture
-def opened(open_kept: Open) -> Open:
-    return partial(open_kept, SPEC)
 
 
 # what stays
@@ -61,12 +27,12 @@ def test_cyclic_set_just_larger_than_memory_is_not_evicted_whole(opened: Open, r
     """Ten conversations would fit; of twelve in turn, least recently used first would always drop the one that is next."""
     clock = Ticks()
     model = opened(folder=None, pages=40, wall_clock=clock)
-    conversations = [_ids(4 * 32, seed) for seed in range(12)]
+    conversations = [plain_ids(4 * 32, seed) for seed in range(12)]
     hits = []
     for _ in range(8):
         for conversation in conversations:
             clock.now_s += 10
-            hits.append(_known(answer(model, reference, conversation, 1)) / len(conversation))
+            hits.append(known_tokens(answer(model, reference, conversation, 1)) / len(conversation))
     assert np.mean(hits[:12]) == 0
     assert np.mean(hits[-48:]) > 0.5
 
@@ -74,13 +40,13 @@ def test_cyclic_set_just_larger_than_memory_is_not_evicted_whole(opened: Open, r
 def test_oversized_prompt_breaks_no_bound_and_leaves_what_is_used_again(opened: Open, reference: Reference) -> None:
     clock = Ticks()
     model = opened(folder=None, pages=24, wall_clock=clock)
-    conversations = [_ids(4 * 32, seed) for seed in range(5)]
+    conversations = [plain_ids(4 * 32, seed) for seed in range(5)]
     for _ in range(3):
         for conversation in conversations:
             clock.now_s += 10
             answer(model, reference, conversation, 1)
     clock.now_s += 10
-    answer(model, reference, _ids(16 * 32, 99), 1)
+    answer(model, reference, plain_ids(16 * 32, 99), 1)
     model.cache.check()
     known = [model.cache.find(conversation) for conversation in conversations]
     for found in known:
@@ -95,7 +61,7 @@ def test_pinned_conversation_outlives_an_oversized_prompt(opened: Open, referenc
     chat.send("the user " * 30, max_tokens=4, temperature=0.0).text()
     chat.pin()
     for seed in range(4):
-        answer(model, reference, _ids(14 * 32, seed), 1)
+        answer(model, reference, plain_ids(14 * 32, seed), 1)
     again = chat.send("in the end", max_tokens=2, temperature=0.0)
     known = len(chat.token_ids) - 1
     again.text()
@@ -104,41 +70,41 @@ def test_pinned_conversation_outlives_an_oversized_prompt(opened: Open, referenc
 
 def test_prompt_that_cannot_fit_is_refused_before_anything_is_evicted(opened: Open, reference: Reference) -> None:
     model = opened(folder=None, pages=24)
-    conversations = [_ids(4 * 32, seed) for seed in range(5)]
+    conversations = [plain_ids(4 * 32, seed) for seed in range(5)]
     for conversation in conversations:
         answer(model, reference, conversation, 1)
     with pytest.raises(ContextOverflowError, match=r"800 tokens do not fit: there is room for 768.*--kv-disk"):
-        model.generate_ids(_ids(800, 99)).text()
+        model.generate_ids(plain_ids(800, 99)).text()
     model.cache.check()
     for conversation in conversations:
-        assert _known(answer(model, reference, conversation, 1)) == 4 * 32 - 1
+        assert known_tokens(answer(model, reference, conversation, 1)) == 4 * 32 - 1
 
 
 def test_side_requests_do_not_displace_the_main_conversation(opened: Open, reference: Reference) -> None:
     """A title, a summary: other prompts, each used once, later than the conversation, and too large to stay beside it."""
     clock = Ticks()
     model = opened(folder=None, pages=24, wall_clock=clock)
-    main = _ids(6 * 32)
+    main = plain_ids(6 * 32)
     for turn in range(8):
         clock.now_s += 30
         generation = answer(model, reference, main, 4)
         # but for the last pages, until the rule has seen enough
-        assert turn == 0 or _known(generation) >= len(main) - 1 - 64
-        main += [*generation.token_ids, *_ids(12, turn)]
+        assert turn == 0 or known_tokens(generation) >= len(main) - 1 - 64
+        main += [*generation.token_ids, *plain_ids(12, turn)]
         clock.now_s += 1
-        answer(model, reference, _ids(12 * 32, 100 + turn), 2)
+        answer(model, reference, plain_ids(12 * 32, 100 + turn), 2)
 
 
 @pytest.mark.parametrize("shared", [460, 448])
 def test_prompt_that_shares_most_of_another_does_not_overwrite_it(opened: Open, reference: Reference, shared: int) -> None:
     model = opened(folder=None)
-    first = _ids(500)
+    first = plain_ids(500)
     begun = answer(model, reference, first, 8)
-    other = answer(model, reference, [*first[:shared], *_ids(40, 1)], 8)
-    assert _known(other) == shared
-    assert _only(other.result.reuse.misses).at_token == shared
-    again = answer(model, reference, [*first, *begun.token_ids, *_ids(5, 2)], 8)
-    assert _known(again) == len(first) + len(begun.token_ids) - 1
+    other = answer(model, reference, [*first[:shared], *plain_ids(40, 1)], 8)
+    assert known_tokens(other) == shared
+    assert only_miss(other).at_token == shared
+    again = answer(model, reference, [*first, *begun.token_ids, *plain_ids(5, 2)], 8)
+    assert known_tokens(again) == len(first) + len(begun.token_ids) - 1
 
 
 def test_clock_at_the_start_of_a_prompt_is_the_place_of_divergence_with_both_texts(opened: Open) -> None:
@@ -147,19 +113,19 @@ def test_clock_at_the_start_of_a_prompt_is_the_place_of_divergence_with_both_tex
     model.generate(prompts[0], raw=True, max_tokens=2).text()
     generation = model.generate(prompts[1], raw=True, max_tokens=2)
     generation.text()
-    miss = _only(generation.result.reuse.misses)
+    miss = only_miss(generation)
     at = len(model.tokenize("It is 12:41:"))
     assert (miss.reason, miss.at_token) == ("diverged", at)
     assert miss.num_tokens == len(model.tokenize(prompts[1])) - 1 - at
     assert miss.detail == "behind 's 12:41:' comes '52. Answ', where '07. Answ' is known"
-    assert _known(generation) == at
+    assert known_tokens(generation) == at
 
 
 def test_newlines_that_read_back_as_one_token_are_found_again(
-    tmp_path: Path, open_file: Open, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, open_file: Open, spec: TinySpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny, "_MERGES", (*tiny._MERGES, "Ċ Ċ"))
-    model = open_file(write_model(tmp_path / "newlines.gguf", SPEC))
+    model = open_file(write_model(tmp_path / "newlines.gguf", spec))
     (newline,), (double,) = model.tokenize("\n"), model.tokenize("\n\n")
     assert newline != double
     monkeypatch.setattr(Sampler, "sample", lambda *_: Sampled(newline))

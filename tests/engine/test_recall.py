@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,35 +17,17 @@ from headrace.kv.disk import DISK
 from headrace.kv.mover import READ_GROUP_PAGES
 from headrace.kv.pages import format_of
 from headrace.model.step import PAGE_TOKENS
-from tiny.memory import Reference, answer, run_files
-from tiny.models import TinySpec
-from tiny.runs import set_byte
+from tiny.caches import give_back, take_pages
+from tiny.memory import Reference, answer, plain_ids, run_files
+from tiny.runs import set_page_byte
 
-if TYPE_CHECKING:
-    from conftest import TinyModels
-
-SPEC = TinySpec(ends=False, context=1536, layers=4, seed=33)
 P = PAGE_TOKENS
 
 Open = Callable[..., Model]
 
 
-def _ids(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 200, count).tolist()
-
-
 def _told(misses: Sequence[MissReport]) -> list[tuple[str, int, int]]:
     return [(miss.reason, miss.at_token, miss.num_tokens) for miss in misses]
-
-
-@pytest.fixture
-def reference(tiny_models: TinyModels) -> Reference:
-    return Reference(tiny_models.load(SPEC))
-
-
-@pytest.fixture
-def opened(open_kept: Open) -> Open:
-    return partial(open_kept, SPEC)
 
 
 @pytest.fixture
@@ -69,8 +50,7 @@ def _damage(model: Model, past: Sequence[int], *numbers: int) -> None:
     for number in numbers:
         node = nodes[number]
         assert node is not None
-        run = model.cache.disk.store._runs[node.page.place.run]
-        set_byte(run.path, run.payload_offset + node.page.place.index * run.stride + 77)
+        set_page_byte(model.cache.disk.store, node.page.place, 77)
 
 
 # what is found
@@ -80,11 +60,11 @@ def _damage(model: Model, past: Sequence[int], *numbers: int) -> None:
 @pytest.mark.parametrize("restart", [False, True])
 def test_known_past_of_any_length_gives_the_same_bits(opened: Open, reference: Reference, length: int, restart: bool) -> None:
     model = opened()
-    answer(model, reference, _ids(length), 1)
+    answer(model, reference, plain_ids(length), 1)
     if restart:
         model.close()
         model = opened()
-    generation = answer(model, reference, _ids(length), 6)
+    generation = answer(model, reference, plain_ids(length), 6)
     reuse = generation.result.reuse
     assert (reuse.memory_tokens, reuse.disk_tokens) == ((0, length - 1) if restart else (length - 1, 0))
     assert (reuse.computed_tokens, reuse.misses) == (1, ())
@@ -96,18 +76,24 @@ def test_known_past_of_any_length_gives_the_same_bits(opened: Open, reference: R
 def test_past_that_is_partly_in_memory_is_read_from_where_it_is(
     opened: Open, reference: Reference, keep: Callable[..., None], near: int
 ) -> None:
-    keep(_ids(10 * P))
+    keep(plain_ids(10 * P))
     model = opened()
-    answer(model, reference, _ids(near * P + 1), 1)
-    reuse = answer(model, reference, _ids(10 * P), 4).result.reuse
+    answer(model, reference, plain_ids(near * P + 1), 1)
+    reuse = answer(model, reference, plain_ids(10 * P), 4).result.reuse
     assert (reuse.memory_tokens, reuse.disk_tokens) == (near * P, 10 * P - 1 - near * P)
 
 
 def test_every_token_of_a_prompt_is_counted_once(opened: Open, reference: Reference, keep: Callable[..., None]) -> None:
-    keep(_ids(300), _ids(90, 1))
+    keep(plain_ids(300), plain_ids(90, 1))
     model = opened()
-    _damage(model, _ids(90, 1), 1)
-    prompts = [_ids(300)[:200], _ids(300), [*_ids(300)[:70], *_ids(70, 2)], _ids(90, 1), _ids(50, 3)]
+    _damage(model, plain_ids(90, 1), 1)
+    prompts = [
+        plain_ids(300)[:200],
+        plain_ids(300),
+        [*plain_ids(300)[:70], *plain_ids(70, 2)],
+        plain_ids(90, 1),
+        plain_ids(50, 3),
+    ]
     for prompt in prompts:
         answer(model, reference, prompt, 4)
     counters = model.cache.counters
@@ -130,7 +116,7 @@ def test_damaged_page_is_computed_told_and_put_right(
     opened: Open, reference: Reference, keep: Callable[..., None], folder: Path, length: int, number: int
 ) -> None:
     """By the mover page by page, or while the step runs; whole pages, and the last one of which only a part is known."""
-    prompt = _ids(length)
+    prompt = plain_ids(length)
     keep(prompt)
     model = opened()
     pages = (length - 1 + P - 1) // P
@@ -148,7 +134,7 @@ def test_damaged_page_is_computed_told_and_put_right(
 
 def test_several_lost_pages_are_computed_in_order(opened: Open, reference: Reference, keep: Callable[..., None]) -> None:
     for length, damaged in ((6 * P + 5, (1, 2, 4, 6)), (14 * P + 5, (0, 7, 8, 13, 14))):
-        prompt = _ids(length, length)
+        prompt = plain_ids(length, length)
         keep(prompt)
         model = opened()
         _damage(model, prompt[:-1], *damaged)
@@ -165,7 +151,7 @@ def test_damaged_page_of_which_only_a_part_is_wanted_takes_nothing_along(
     opened: Open, reference: Reference, keep: Callable[..., None], count: int
 ) -> None:
     """Whoever asks for all of it puts it right; what lies behind it on disk is not given up before."""
-    prompt = _ids(20 * P)
+    prompt = plain_ids(20 * P)
     keep(prompt)
     model = opened()
     number = count // P
@@ -183,7 +169,7 @@ def test_damaged_page_of_which_only_a_part_is_wanted_takes_nothing_along(
 def test_damaged_page_that_is_compressed_is_computed_without_touching_others(opened: Open, num_pages: int, number: int) -> None:
     """It is computed exactly, which takes more memory than the page has, and compressed again."""
     formats = ("f16", "q8", "q4")
-    prompt = _ids(num_pages * P + 9)
+    prompt = plain_ids(num_pages * P + 9)
     model = opened(formats=formats)
     model.cache.disk._silent_until = float("inf")
     model.generate_ids(prompt, max_tokens=1).text()
@@ -212,7 +198,7 @@ def test_past_that_another_request_lost_is_not_given_to_anybody(
     opened: Open, reference: Reference, keep: Callable[..., None]
 ) -> None:
     """Two requests hold the same last page, of which only a part is known; it is damaged."""
-    prompt = _ids(3 * P + 20)
+    prompt = plain_ids(3 * P + 20)
     keep(prompt)
     model = opened()
     first = model.generate_ids([*prompt, 7], max_tokens=8, temperature=0.0, ignore_end=True)
@@ -235,16 +221,16 @@ def test_past_that_memory_has_no_room_to_read_is_computed_and_not_mistaken_for_a
     opened: Open, reference: Reference, keep: Callable[..., None], known: int
 ) -> None:
     """Another answer holds nearly all memory: there is room for the prompt, but not for what reading pages anew takes."""
-    keep(_ids(400), _ids(200, 1))
+    keep(plain_ids(400), plain_ids(200, 1))
     model = opened(pages=16)
-    other = model.generate_ids([*_ids(400), 7], max_tokens=30, temperature=0.0, ignore_end=True)
+    other = model.generate_ids([*plain_ids(400), 7], max_tokens=30, temperature=0.0, ignore_end=True)
     next(other)
-    reuse = answer(model, reference, [*_ids(200, 1)[:known], 8, 7, 6], 8).result.reuse
+    reuse = answer(model, reference, [*plain_ids(200, 1)[:known], 8, 7, 6], 8).result.reuse
     assert "no room" in {miss.reason for miss in reuse.misses}
     assert reuse.disk_tokens + sum(miss.num_tokens for miss in reuse.misses) == known + 2
     model.cache.check()
     other.text()
-    reference.check([*_ids(400), 7], other.token_ids, [])
+    reference.check([*plain_ids(400), 7], other.token_ids, [])
 
 
 def test_page_lost_on_disk_while_others_are_read_from_it(
@@ -252,7 +238,7 @@ def test_page_lost_on_disk_while_others_are_read_from_it(
 ) -> None:
     """The past is longer than memory: one page that should be read is damaged, and one that should stay on disk."""
     monkeypatch.setattr(streaming, "_PAGES_STEP", 2)
-    prompt = _ids(700)
+    prompt = plain_ids(700)
     keep(prompt)
     for damaged in ((0, 20), (3, 15, 20), (0, 1, 2, 21)):
         model = opened(pages=16)
@@ -295,7 +281,7 @@ def test_interrupted_reading_leaves_no_unread_page_behind(
     rounds: int,
 ) -> None:
     """Ctrl-C while somebody waits for the disk: nobody may take what was not read for what it should be."""
-    prompt = _ids(num_pages * P + 9)
+    prompt = plain_ids(num_pages * P + 9)
     keep(prompt)
     model = opened()
     gate = _Gate(model, monkeypatch)
@@ -322,14 +308,12 @@ def test_interrupted_reading_leaves_no_unread_page_behind(
         generation.text()
     gate.open.set()
     # nothing is read into memory that others have by now
-    taken = [model.cache.allocate() for _ in range(40)]
+    taken = take_pages(model.cache, 40)
     for page in taken:
-        assert page is not None
         model.cache.pool.view(page)[:] = 0
     model.cache.flush()
-    assert not any(model.cache.pool.view(page).any() for page in taken)  # type: ignore[arg-type]
-    for page in taken:
-        model.cache.pool.release(page)  # type: ignore[arg-type]
+    assert not any(model.cache.pool.view(page).any() for page in taken)
+    give_back(model.cache, taken)
     monkeypatch.undo()
     model.cache.check()
     assert all(node.pins == 0 for node in model.cache.tree.nodes())
@@ -340,7 +324,7 @@ def test_interrupted_wait_for_pages_of_which_one_is_lost_leaves_no_unread_page_b
     opened: Open, reference: Reference, keep: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A page is damaged in its first layers, so all are waited for before the step is repeated; somebody loses patience."""
-    prompt = _ids(12 * P + 9)
+    prompt = plain_ids(12 * P + 9)
     keep(prompt)
     model = opened()
     _damage(model, prompt[:-1], 3)
@@ -372,7 +356,7 @@ def test_interrupted_wait_for_pages_of_which_one_is_lost_leaves_no_unread_page_b
 def test_answer_that_is_cancelled_while_pages_arrive_ends_at_once(
     opened: Open, reference: Reference, keep: Callable[..., None]
 ) -> None:
-    prompt = _ids((arrival.FEWEST_PAGES + 4) * P)
+    prompt = plain_ids((arrival.FEWEST_PAGES + 4) * P)
     keep(prompt)
     model = opened()
     generation = model.generate_ids(prompt, max_tokens=4)
@@ -388,7 +372,7 @@ def test_answer_that_is_cancelled_while_pages_arrive_ends_at_once(
 def test_pages_arrive_while_the_step_runs_where_there_are_enough(
     opened: Open, reference: Reference, keep: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, many = _ids((arrival.FEWEST_PAGES - 1) * P), _ids((arrival.FEWEST_PAGES + 2) * P, 1)
+    few, many = plain_ids((arrival.FEWEST_PAGES - 1) * P), plain_ids((arrival.FEWEST_PAGES + 2) * P, 1)
     keep(few, many)
     model = opened()
     made = []
@@ -409,8 +393,8 @@ def test_pages_arrive_while_the_step_runs_where_there_are_enough(
 
 def test_nothing_is_read_without_a_folder(opened: Open, reference: Reference) -> None:
     model = opened(folder=None)
-    answer(model, reference, _ids(300), 4)
-    reuse = answer(model, reference, _ids(300), 4).result.reuse
+    answer(model, reference, plain_ids(300), 4)
+    reuse = answer(model, reference, plain_ids(300), 4).result.reuse
     assert (reuse.memory_tokens, reuse.load_s) == (299, 0.0)
     assert model.cache.disk is None
     assert all(node.tier < DISK for node in model.cache.tree.nodes())
@@ -419,9 +403,9 @@ def test_nothing_is_read_without_a_folder(opened: Open, reference: Reference) ->
 def test_unused_files_of_a_run_stay_as_they_are(
     opened: Open, reference: Reference, keep: Callable[..., None], folder: Path
 ) -> None:
-    keep(_ids(300))
+    keep(plain_ids(300))
     before = [path.read_bytes() for path in run_files(folder)]
     model = opened()
-    answer(model, reference, _ids(300), 1)
+    answer(model, reference, plain_ids(300), 1)
     model.close()
     assert [path.read_bytes() for path in run_files(folder)] == before

@@ -221,3 +221,17 @@ def test_result_and_counts_say_how_much_was_found_in_compressed_pages(
     assert {name: count for name, count in model.kept().memory_pages.items() if count and name != "f16"} == (
         {formats[0]: 3} if compressed else {}
     )
+
+
+def test_time_saved_is_known_in_a_process_that_computes_next_to_nothing(open_tiny: Open, folder: Path) -> None:
+    prompt = [7] * 300
+    first = open_tiny(SPEC, folder=folder, context=512)
+    first.generate_ids(prompt, max_tokens=1).text()
+    first.close()
+    again = open_tiny(SPEC, folder=folder, context=512)
+    answer = again.generate_ids(prompt, max_tokens=1)
+    answer.text()
+    assert answer.result.usage.cached_tokens == 299
+    assert again.cache.prices.compute_s(299, 0) is not None
+    other = open_tiny(SPEC, folder=folder, context=512, threads=2)
+    assert other.cache.prices.compute_s(299, 0) is None

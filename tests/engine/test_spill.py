@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +14,11 @@ from headrace.engine import streaming
 from headrace.engine.model import Model
 from headrace.engine.sequence import Sequence as TokenSequence
 from headrace.errors import ContextOverflowError
-from headrace.kv import runs
 from headrace.kv.pages import format_of, pages_for
 from headrace.model.step import PAGE_TOKENS
-from tiny.memory import Reference, answer, run_files
+from tiny.memory import Reference, answer, fill_disk, plain_ids, run_files
 from tiny.models import TinySpec
-from tiny.runs import set_byte
-
-if TYPE_CHECKING:
-    from conftest import TinyModels
+from tiny.runs import set_page_byte
 
 SPECS = {
     "llama": TinySpec(ends=False, context=1536, layers=8, kv_heads=1, seed=34),
@@ -35,26 +29,17 @@ P = PAGE_TOKENS
 Open = Callable[..., Model]
 
 
-def _ids(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(5, 200, count).tolist()
-
-
 @pytest.fixture(params=SPECS)
 def spec(request: pytest.FixtureRequest) -> TinySpec:
     return SPECS[request.param]
 
 
 @pytest.fixture
-def reference(tiny_models: TinyModels, spec: TinySpec) -> Reference:
-    return Reference(tiny_models.load(spec))
-
-
-@pytest.fixture
-def opened(open_kept: Open, spec: TinySpec, monkeypatch: pytest.MonkeyPatch) -> Open:
+def opened(opened: Open, monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens the model with memory for 20 pages. What reading takes is in proportion to that, as with models of real size."""
     monkeypatch.setattr(streaming, "_PAGES_STEP", 2)
     monkeypatch.setattr(streaming, "_GROUP_BYTES", 4096)
-    return partial(open_kept, spec, pages=20)
+    return partial(opened, pages=20)
 
 
 def _check_room(sequence: TokenSequence) -> None:
@@ -75,10 +60,9 @@ def _damage(model: Model, sequence: TokenSequence, *numbers: int) -> None:
     """Flips a byte of each layer of pages that are on disk only."""
     for number in numbers:
         place = sequence.cold[number].page.place
-        run = model.cache.disk.store._runs[place.run]
         layers = len(model.config.layers)
         for layer in range(layers):
-            set_byte(run.path, run.payload_offset + place.index * run.stride + layer * model.page_bytes() // layers + 9)
+            set_page_byte(model.cache.disk.store, place, layer * model.page_bytes() // layers + 9)
 
 
 # growing and shrinking
@@ -86,7 +70,7 @@ def _damage(model: Model, sequence: TokenSequence, *numbers: int) -> None:
 
 def test_oldest_pages_leave_as_the_sequence_grows_and_nothing_of_them_is_kept(opened: Open, reference: Reference) -> None:
     model = opened()
-    ids = _ids(1100)
+    ids = plain_ids(1100)
     expected = reference.logits(ids)
     sequence = model.sequence()
     num_cold = [0]
@@ -106,7 +90,7 @@ def test_oldest_pages_leave_as_the_sequence_grows_and_nothing_of_them_is_kept(op
 
 def test_shrinking_gives_room_back_and_growing_again_is_exact(opened: Open, reference: Reference) -> None:
     model = opened()
-    ids, other = _ids(1000), _ids(1000, 1)
+    ids, other = plain_ids(1000), plain_ids(1000, 1)
     sequence = model.sequence()
     sequence.append(ids)
     for kept in (900, 500, 33, 5):
@@ -124,12 +108,12 @@ def test_shrinking_gives_room_back_and_growing_again_is_exact(opened: Open, refe
 def test_shrinking_into_a_page_that_others_know_leaves_it_to_them(opened: Open, reference: Reference) -> None:
     """What left the sequence for the disk became known on the way; a sequence that goes on otherwise must not write to it."""
     model = opened()
-    ids = _ids(800)
+    ids = plain_ids(800)
     sequence = model.sequence()
     sequence.append(ids)
     for kept in (790, 700, 50):
         sequence.truncate(kept)
-        both = [*ids[:kept], *_ids(70, kept)]
+        both = [*ids[:kept], *plain_ids(70, kept)]
         assert _same(sequence.append(both[kept:]), reference.logits(both)[-1])
         sequence.truncate(kept)
         sequence.append(ids[kept:])
@@ -140,7 +124,7 @@ def test_shrinking_into_a_page_that_others_know_leaves_it_to_them(opened: Open, 
 
 def test_all_logits_of_a_long_prompt_are_exact(opened: Open, reference: Reference) -> None:
     model = opened()
-    ids = _ids(900)
+    ids = plain_ids(900)
     sequence = model.sequence()
     assert _same(sequence.append_all(ids), reference.logits(ids))
     sequence.close()
@@ -149,7 +133,7 @@ def test_all_logits_of_a_long_prompt_are_exact(opened: Open, reference: Referenc
 @pytest.mark.parametrize("every", [True, False])
 def test_two_long_answers_take_turns(opened: Open, reference: Reference, every: bool) -> None:
     model = opened(pages=48)
-    prompts = [_ids(800), _ids(700, 1)]
+    prompts = [plain_ids(800), plain_ids(700, 1)]
     both = [
         model.generate_ids(prompt, max_tokens=60, temperature=0.0, ignore_end=True, logprobs=int(every)) for prompt in prompts
     ]
@@ -168,20 +152,20 @@ def test_two_long_answers_take_turns(opened: Open, reference: Reference, every: 
 def test_pages_that_others_share_stay_with_them(opened: Open, reference: Reference) -> None:
     """What a long answer leaves on disk may be what another one reads in memory."""
     model = opened(pages=32)
-    stem = _ids(300)
+    stem = plain_ids(300)
     answer(model, reference, stem, 1)
-    short = model.generate_ids([*stem, *_ids(20, 1)], max_tokens=40, temperature=0.0, ignore_end=True)
+    short = model.generate_ids([*stem, *plain_ids(20, 1)], max_tokens=40, temperature=0.0, ignore_end=True)
     next(short)
-    long = [*stem, *_ids(800, 2)]
+    long = [*stem, *plain_ids(800, 2)]
     answer(model, reference, long, 20)
     short.text()
-    reference.check([*stem, *_ids(20, 1)], short.token_ids, [])
+    reference.check([*stem, *plain_ids(20, 1)], short.token_ids, [])
 
 
 @pytest.mark.parametrize("disk", [False, True])
 def test_pages_are_compressed_before_any_stays_on_disk(opened: Open, folder: Path, disk: bool) -> None:
     model = opened(folder=folder if disk else None, formats=("f16", "q8", "q4"))
-    prompt = _ids(1000)
+    prompt = plain_ids(1000)
     generation = model.generate_ids(prompt, max_tokens=30, temperature=0.0, ignore_end=True)
     next(generation)
     sequence = generation._sequence
@@ -204,9 +188,9 @@ def test_pages_are_compressed_before_any_stays_on_disk(opened: Open, folder: Pat
 def test_without_a_disk_it_says_what_would_help(opened: Open) -> None:
     model = opened(folder=None)
     sequence = model.sequence()
-    sequence.append(_ids(600))
+    sequence.append(plain_ids(600))
     with pytest.raises(ContextOverflowError, match=r"700 tokens do not fit: there is room for 640;.*--kv-disk"):
-        sequence.append(_ids(100))
+        sequence.append(plain_ids(100))
     assert sequence.num_tokens == 600
     _check_room(sequence)
     sequence.close()
@@ -216,28 +200,23 @@ def test_disk_that_refuses_is_named_and_the_next_answer_goes_on(
     opened: Open, reference: Reference, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     model = opened()
-    real = runs._write
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(runs, "_write", full)
-    with pytest.raises(ContextOverflowError, match=r"the disk took no pages: disk full, .*No space left"):
-        model.generate_ids(_ids(900), max_tokens=4).text()
-    model.cache.check()
-    assert model.cache.pool.reserved_bytes == 0
-    assert run_files(folder) == []
-    answer(model, reference, _ids(500), 4)
-    monkeypatch.setattr(runs, "_write", real)
-    assert answer(model, reference, _ids(900), 4).result.reuse.streamed_bytes > 0
+    with monkeypatch.context() as patched:
+        fill_disk(patched)
+        with pytest.raises(ContextOverflowError, match=r"the disk took no pages: disk full, .*No space left"):
+            model.generate_ids(plain_ids(900), max_tokens=4).text()
+        model.cache.check()
+        assert model.cache.pool.reserved_bytes == 0
+        assert run_files(folder) == []
+        answer(model, reference, plain_ids(500), 4)
+    assert answer(model, reference, plain_ids(900), 4).result.reuse.streamed_bytes > 0
 
 
 def test_disk_that_is_too_small_ends_in_one_sentence_and_keeps_to_its_bound(opened: Open, reference: Reference) -> None:
     model = opened(disk_bytes=8 * 40_000)
     with pytest.raises(ContextOverflowError, match="do not fit"):
-        model.generate_ids(_ids(1300), max_tokens=4).text()
+        model.generate_ids(plain_ids(1300), max_tokens=4).text()
     model.cache.check()
-    answer(model, reference, _ids(400), 4)
+    answer(model, reference, plain_ids(400), 4)
 
 
 # what is lost
@@ -249,7 +228,7 @@ def test_page_that_is_lost_on_disk_is_computed_again(
     opened: Open, reference: Reference, which: Sequence[int], every: bool
 ) -> None:
     model = opened()
-    prompt = _ids(900)
+    prompt = plain_ids(900)
     generation = model.generate_ids(prompt, max_tokens=60, temperature=0.0, ignore_end=True, logprobs=int(every))
     next(generation)
     sequence = generation._sequence
@@ -274,7 +253,7 @@ def test_page_that_is_lost_while_several_tokens_are_computed_ahead(
 ) -> None:
     """The pages taken for the tokens to come lie behind the lost one, and go with it."""
     model = opened()
-    prompt = _ids(length)
+    prompt = plain_ids(length)
     generation = model.generate_ids(prompt, max_tokens=30, temperature=0.0, ignore_end=True)
     next(generation)
     _damage(model, generation._sequence, 1)
@@ -288,7 +267,7 @@ def test_page_that_is_lost_while_several_tokens_are_computed_ahead(
 def test_pages_that_stay_in_memory_for_others_are_passed_over(opened: Open, reference: Reference, how: str) -> None:
     """Leaving them makes no room: somebody holds the past that they are the beginning of, or works with them."""
     model = opened()
-    stem = _ids(6 * P)
+    stem = plain_ids(6 * P)
     answer(model, reference, stem, 1)
     cache = model.cache
     found, pages = cache.find(stem), []
@@ -297,7 +276,7 @@ def test_pages_that_stay_in_memory_for_others_are_passed_over(opened: Open, refe
         pages = [node.page.handle for node in cache.tree.match(stem).nodes]
         for page in pages:
             cache.pool.share(page)
-    generation = answer(model, reference, [*stem, *_ids(500, 1)], 20)
+    generation = answer(model, reference, [*stem, *plain_ids(500, 1)], 20)
     assert generation.result.reuse.streamed_bytes > 0
     cache.let_go(found)
     for page in pages:
@@ -309,8 +288,8 @@ def test_page_that_is_lost_when_there_is_room_for_all_again(opened: Open, refere
     """Nothing stays on disk then, so the pages that the step was to read have other addresses."""
     model = opened(pages=40)
     other = model.sequence()
-    other.append(_ids(25 * P, 1))
-    prompt = _ids(700)
+    other.append(plain_ids(25 * P, 1))
+    prompt = plain_ids(700)
     generation = model.generate_ids(prompt, max_tokens=40, temperature=0.0, ignore_end=True, logprobs=int(every))
     next(generation)
     sequence = generation._sequence
@@ -326,7 +305,7 @@ def test_page_that_is_lost_when_there_is_room_for_all_again(opened: Open, refere
 
 def test_files_that_vanish_again_and_again(opened: Open, reference: Reference, folder: Path) -> None:
     model = opened()
-    prompt = _ids(800)
+    prompt = plain_ids(800)
     generation = model.generate_ids(prompt, max_tokens=60, temperature=0.0, ignore_end=True, logprobs=1)
     for number, _ in enumerate(generation):
         if number % 7 == 0:
@@ -339,7 +318,7 @@ def test_files_that_vanish_again_and_again(opened: Open, reference: Reference, f
 
 def test_past_on_disk_that_another_answer_finds_lost(opened: Open, reference: Reference) -> None:
     model = opened(pages=28)
-    prompt = _ids(900)
+    prompt = plain_ids(900)
     long = model.generate_ids(prompt, max_tokens=30, temperature=0.0, ignore_end=True)
     next(long)
     cold = sorted(long._sequence.cold)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from headrace.engine.accounts import ticks_between
 from headrace.engine.batch import ColdPages, Slice
-from headrace.engine.executor import Executor
 from headrace.engine.model import Model
 from headrace.engine.streaming import PageLostError, _Layout
 from headrace.kernels.page_formats import FORMAT_BITS
 from headrace.kernels.runtime import Memory, Program
-from headrace.kv.pages import layer_bytes, page_bytes, pages_for
+from headrace.kv.pages import layer_bytes, pages_for
 from headrace.model.step import MAX_STEP_TOKENS, PAGE_TOKENS
+from tiny.memory import PagedRun
 from tiny.models import TinySpec
 
 if TYPE_CHECKING:
@@ -63,23 +63,11 @@ def _nothing_lost(layer: int, number: int) -> None:
 NO_SOURCE = object.__new__(Copies)
 
 
-class Run:
-    """Pages of one sequence of random tokens, in memory of their own, and the logits of all of its tokens."""
+class Run(PagedRun):
+    """A sequence of random tokens, some of whose pages can be taken away."""
 
-    def __init__(self, model: Model, seed: int = 0) -> None:
-        self.model, self.config = model, model.config
-        self.executor: Executor = model._executor
-        self.layer_bytes, self.page_bytes = layer_bytes(model.config), page_bytes(model.config)
-        self.ids = np.random.default_rng(seed).integers(0, model.vocab_size, TOKENS).tolist()
-        self.expected = model.logits(self.ids)
-        self.memory = Memory(pages_for(TOKENS) * self.page_bytes)
-        self.addresses = self.memory.address + self.page_bytes * np.arange(pages_for(TOKENS))
-        for start in range(0, TOKENS, MAX_STEP_TOKENS):
-            self.executor.run([Slice(self.ids[start : start + MAX_STEP_TOKENS], start, self.addresses)])
-        self._whole = self.memory.bytes.copy()
-
-    def page(self, index: int) -> np.ndarray:
-        return self.memory.bytes[index * self.page_bytes : (index + 1) * self.page_bytes]
+    def __init__(self, model: Model) -> None:
+        super().__init__(model, np.random.default_rng(0).integers(0, model.vocab_size, TOKENS).tolist())
 
     def make_cold(self, indices: Sequence[int]) -> ColdPages:
         """Takes pages away: what is in memory of them is not a number any more."""
@@ -92,30 +80,25 @@ class Run:
 
     def restore(self) -> None:
         """All pages are in memory again."""
-        self.memory.bytes[:] = self._whole
-        self.addresses = self.memory.address + self.page_bytes * np.arange(pages_for(TOKENS))
+        self.memory.bytes[:] = self.whole
+        self.addresses = self.page_addresses()
 
     def forget(self, past_tokens: int) -> None:
         """Pages behind the past are as if they had never been computed."""
         for index in range(pages_for(past_tokens), pages_for(TOKENS)):
             self.page(index)[:] = 0
 
-    def step(self, past: int, count: int, cold: ColdPages | None, outputs: int = 1) -> np.ndarray:
-        return self.executor.run([Slice(self.ids[past : past + count], past, self.addresses, outputs, cold)])
+    def _slice(self, past: int, count: int, cold: ColdPages | None, outputs: int = 1) -> Slice:
+        return Slice(self.ids[past : past + count], past, self.addresses, outputs, cold)
 
-    def close(self) -> None:
-        """Waits for late threads, since the pages go."""
-        self.executor.streaming.release()
-        while not all(self.executor.team.is_free(program) for program in self.executor._programs):
-            time.sleep(0)
+    def step(self, past: int, count: int, cold: ColdPages) -> None:
+        self.executor.run([self._slice(past, count, cold)])
 
     def check(self, past: int, count: int, cold: ColdPages | None, outputs: int = 1) -> None:
         """A step has the bits of the computation without cold pages, in its logits and in the pages that it writes."""
-        rows = self.step(past, count, cold, outputs)
-        assert np.array_equal(rows.view(np.uint32), self.expected[past + count - outputs : past + count].view(np.uint32))
         # all slots of pages that are full now; later ones were written by a longer computation
-        for index in range(past // PAGE_TOKENS, (past + count) // PAGE_TOKENS):
-            assert np.array_equal(self.page(index), self._whole[index * self.page_bytes : (index + 1) * self.page_bytes])
+        full = range(past // PAGE_TOKENS, (past + count) // PAGE_TOKENS)
+        self.check_step(self._slice(past, count, cold, outputs), full)
 
 
 @pytest.fixture

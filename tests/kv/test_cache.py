@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.kv.cache import PageCache
 from headrace.kv.disk import DISK, Page
 from headrace.kv.residency import Standing
 from headrace.model.step import PAGE_TOKENS
 from tiny.caches import (
     PAGE_BYTES,
     Gate,
+    Open,
     Request,
     Ticks,
     ask,
-    check_nothing_is_held,
+    give_back,
     known,
-    open_cache,
+    leave_on_disk,
+    node_at,
+    restarted,
+    take_pages,
     tokens,
 )
 from tiny.memory import run_files
@@ -30,36 +32,11 @@ P = PAGE_TOKENS
 PINNED = Standing(pinned=True)
 
 
-@pytest.fixture
-def clock() -> Ticks:
-    return Ticks()
-
-
-@pytest.fixture
-def caches(tmp_path: Path, clock: Ticks) -> Iterator[Any]:
-    """Opens caches on one folder; nothing may be held at the end."""
-    opened: list[PageCache] = []
-
-    def load(*, disk: bool = True, **options: Any) -> PageCache:
-        opened.append(open_cache(tmp_path if disk else None, **{"clock": clock, **options}))
-        return opened[-1]
-
-    yield load
-    for cache in opened:
-        if not cache.mover._stopped:
-            check_nothing_is_held(cache)
-            cache.close()
-
-
-def _node(cache: PageCache, past: list[int], number: int) -> Any:
-    return cache.tree.match(past).nodes[number]
-
-
 # finding and taking in
 
 
-def test_past_is_found_to_the_token(caches: Any) -> None:
-    cache = caches(disk=False)
+def test_past_is_found_to_the_token(opened: Open) -> None:
+    cache = opened(disk=False)
     past = tokens(1, 100)
     assert ask(cache, past) == 0
     for count in (1, 31, 32, 33, 64, 99, 100):
@@ -76,8 +53,8 @@ def test_past_is_found_to_the_token(caches: Any) -> None:
     cache.let_go(found)
 
 
-def test_found_past_is_held_until_it_is_let_go(caches: Any) -> None:
-    cache = caches(disk=False, pages=6)
+def test_found_past_is_held_until_it_is_let_go(opened: Open) -> None:
+    cache = opened(disk=False, pages=6)
     past = tokens(1, 100)
     ask(cache, past)
     found = cache.find(past)
@@ -89,8 +66,8 @@ def test_found_past_is_held_until_it_is_let_go(caches: Any) -> None:
     assert known(cache, past) == (0, 0)
 
 
-def test_page_that_is_longer_now_takes_the_place_of_its_beginning(caches: Any) -> None:
-    cache = caches()
+def test_page_that_is_longer_now_takes_the_place_of_its_beginning(opened: Open) -> None:
+    cache = opened()
     past = tokens(1, 150)
     for count, was in ((40, 0), (50, 40), (64, 50), (150, 64)):
         assert ask(cache, past[:count]) == was
@@ -99,13 +76,13 @@ def test_page_that_is_longer_now_takes_the_place_of_its_beginning(caches: Any) -
     # on disk, too, nothing but the longest is left
     assert cache.pool.num_owned() == 5
     cache.close()
-    again = caches()
+    again = opened()
     assert known(again, past) == (0, 150)
     assert again.tree.num_nodes == 5
 
 
-def test_shorter_past_leaves_the_longer_one_alone(caches: Any) -> None:
-    cache = caches()
+def test_shorter_past_leaves_the_longer_one_alone(opened: Open) -> None:
+    cache = opened()
     past = tokens(1, 60)
     ask(cache, past)
     owned = cache.pool.owned_bytes
@@ -115,8 +92,8 @@ def test_shorter_past_leaves_the_longer_one_alone(caches: Any) -> None:
     assert known(cache, past) == (60, 0)
 
 
-def test_pasts_that_part_within_a_page_both_stay(caches: Any) -> None:
-    cache = caches(disk=False)
+def test_pasts_that_part_within_a_page_both_stay(opened: Open) -> None:
+    cache = opened(disk=False)
     one = tokens(1, 60)
     other = [*one[:45], *tokens(2, 15)]
     ask(cache, one)
@@ -126,8 +103,8 @@ def test_pasts_that_part_within_a_page_both_stay(caches: Any) -> None:
     assert cache.pool.num_owned() == 3  # one page shared
 
 
-def test_page_that_grows_while_another_request_has_its_beginning(caches: Any) -> None:
-    cache = caches(pages=10)
+def test_page_that_grows_while_another_request_has_its_beginning(opened: Open) -> None:
+    cache = opened(pages=10)
     past = tokens(1, 200)
     ask(cache, past[:40])
     one, two = Request(cache, past[:60]), Request(cache, [*past[:40], *tokens(2, 60)])
@@ -139,8 +116,8 @@ def test_page_that_grows_while_another_request_has_its_beginning(caches: Any) ->
     assert known(cache, [*past[:40], *tokens(2, 60)]) == (100, 0)
 
 
-def test_requests_at_once_for_the_same_past_leave_it_once(caches: Any) -> None:
-    cache = caches()
+def test_requests_at_once_for_the_same_past_leave_it_once(opened: Open) -> None:
+    cache = opened()
     past = tokens(1, 100)
     both = [Request(cache, past).grow() for _ in range(2)]
     for request in both:
@@ -154,8 +131,8 @@ def test_requests_at_once_for_the_same_past_leave_it_once(caches: Any) -> None:
 # leaving memory
 
 
-def test_least_worth_leaves_first_and_goes_to_disk(caches: Any, clock: Ticks) -> None:
-    cache = caches(pages=8)
+def test_least_worth_leaves_first_and_goes_to_disk(opened: Open, clock: Ticks) -> None:
+    cache = opened(pages=8)
     for seed in range(4):
         ask(cache, tokens(seed, 2 * P))
         clock.now_s += 100
@@ -168,8 +145,8 @@ def test_least_worth_leaves_first_and_goes_to_disk(caches: Any, clock: Ticks) ->
     assert ask(cache, tokens(0, 2 * P)) == 2 * P
 
 
-def test_what_is_not_on_disk_is_dropped_and_that_is_remembered(caches: Any, clock: Ticks) -> None:
-    cache = caches(disk=False, pages=4)
+def test_what_is_not_on_disk_is_dropped_and_that_is_remembered(opened: Open, clock: Ticks) -> None:
+    cache = opened(disk=False, pages=4)
     ask(cache, tokens(1, 2 * P))
     clock.now_s += 100
     ask(cache, tokens(2, 4 * P))
@@ -182,8 +159,8 @@ def test_what_is_not_on_disk_is_dropped_and_that_is_remembered(caches: Any, cloc
     cache.let_go(found)
 
 
-def test_pinned_past_leaves_after_all_others(caches: Any, clock: Ticks) -> None:
-    cache = caches(disk=False, pages=6)
+def test_pinned_past_leaves_after_all_others(opened: Open, clock: Ticks) -> None:
+    cache = opened(disk=False, pages=6)
     ask(cache, tokens(1, 2 * P), PINNED)
     for seed in range(2, 8):
         clock.now_s += 100
@@ -194,8 +171,8 @@ def test_pinned_past_leaves_after_all_others(caches: Any, clock: Ticks) -> None:
     assert known(cache, tokens(1, 2 * P)) == (0, 0)
 
 
-def test_released_past_leaves_before_all_others(caches: Any, clock: Ticks) -> None:
-    cache = caches(disk=False, pages=6)
+def test_released_past_leaves_before_all_others(opened: Open, clock: Ticks) -> None:
+    cache = opened(disk=False, pages=6)
     for seed in (1, 2):
         ask(cache, tokens(seed, 2 * P))
         clock.now_s += 100
@@ -206,27 +183,27 @@ def test_released_past_leaves_before_all_others(caches: Any, clock: Ticks) -> No
     assert known(cache, tokens(2, 2 * P)) == (0, 0)
 
 
-def test_wish_for_a_past_with_one_more_token_reaches_its_last_page(caches: Any) -> None:
+def test_wish_for_a_past_with_one_more_token_reaches_its_last_page(opened: Open) -> None:
     """The last token of an answer is sampled and never computed, so a conversation has one more than the tree."""
-    cache = caches(disk=False, pages=4)
+    cache = opened(disk=False, pages=4)
     past = tokens(1, 40)
     ask(cache, past)
     assert cache.set_standing([*past, 7], PINNED) == 40
-    assert _node(cache, past, 1).use.standing == PINNED
+    assert node_at(cache, past, 1).use.standing == PINNED
 
 
-def test_page_on_its_way_to_disk_is_waited_for_and_not_lost(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = caches(pages=4)
+def test_page_on_its_way_to_disk_is_waited_for_and_not_lost(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened(pages=4)
     gate = Gate(monkeypatch, cache.disk.store, "write")
     ask(cache, tokens(1, 3 * P))
-    assert _node(cache, tokens(1, 3 * P), 0).page.writing is not None
+    assert node_at(cache, tokens(1, 3 * P), 0).page.writing is not None
     gate.open(0.05)
     ask(cache, tokens(2, 3 * P))
     assert known(cache, tokens(1, 3 * P)) == (P, 2 * P)
 
 
-def test_page_that_grows_while_its_beginning_is_written_is_written_too(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = caches()
+def test_page_that_grows_while_its_beginning_is_written_is_written_too(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened()
     gate = Gate(monkeypatch, cache.disk.store, "write")
     past = tokens(1, 2 * P)
     ask(cache, past[: P + 5])
@@ -235,13 +212,13 @@ def test_page_that_grows_while_its_beginning_is_written_is_written_too(caches: A
     cache.flush()
     cache.check()
     assert known(cache, past) == (P + 9, 0)
-    assert _node(cache, past[: P + 9], 1).page.place is not None
+    assert node_at(cache, past[: P + 9], 1).page.place is not None
     cache.close()
-    assert ask(caches(), past[: P + 9]) == P + 9
+    assert ask(opened(), past[: P + 9]) == P + 9
 
 
-def test_bound_counts_what_is_reserved(caches: Any) -> None:
-    cache = caches(disk=False, pages=6)
+def test_bound_counts_what_is_reserved(opened: Open) -> None:
+    cache = opened(disk=False, pages=6)
     ask(cache, tokens(1, 4 * P))
     assert cache.num_room() == 6
     assert cache.reserve(3 * PAGE_BYTES)
@@ -253,8 +230,8 @@ def test_bound_counts_what_is_reserved(caches: Any) -> None:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-def test_room_is_what_can_be_had(caches: Any, disk: bool) -> None:
-    cache = caches(disk=disk, pages=12)
+def test_room_is_what_can_be_had(opened: Open, disk: bool) -> None:
+    cache = opened(disk=disk, pages=12)
     for seed in range(3):
         ask(cache, tokens(seed, 3 * P))
     live = Request(cache, tokens(1, 3 * P)[: 2 * P]).grow()
@@ -265,38 +242,29 @@ def test_room_is_what_can_be_had(caches: Any, disk: bool) -> None:
         taken.append(page)
     assert len(taken) == room
     cache.check()
-    for page in taken:
-        cache.pool.release(page)
+    give_back(cache, taken)
     live.end()
 
 
 def test_memory_that_is_being_read_into_is_waited_for_before_a_request_fails(
-    caches: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = caches(pages=4)
     past = tokens(1, 3 * P)
-    ask(cache, past)
-    cache.close()
-    cache = caches(pages=4)
+    cache = restarted(opened, past, pages=4)
     gate = Gate(monkeypatch, cache.disk.store, "read_many")
     cache.expect(past, 5.0, Standing())
     assert cache.num_room() == 1
     gate.open(0.05)
-    taken = [cache.allocate() for _ in range(4)]
-    assert None not in taken
-    for page in taken:
-        cache.pool.release(page)  # type: ignore[arg-type]
+    give_back(cache, take_pages(cache, 4))
 
 
-def test_page_that_others_need_on_disk_behind_it_stays(caches: Any) -> None:
+def test_page_that_others_need_on_disk_behind_it_stays(opened: Open) -> None:
     """Its copy on disk was lost, and a request reads what comes behind it: it can neither move nor be dropped."""
-    cache = caches(pages=8)
+    cache = opened(pages=8)
     past = tokens(1, 4 * P)
-    ask(cache, past)
-    cache.flush()
-    cache.demote_path(cache.tree.match(past).nodes, 1)
+    leave_on_disk(cache, past, 1)
     assert known(cache, past) == (P, 3 * P)
-    first = _node(cache, past, 0)
+    first = node_at(cache, past, 0)
     held = cache.find(past)
     cache.disk.unback(first.page)
     cache.check()
@@ -310,14 +278,12 @@ def test_page_that_others_need_on_disk_behind_it_stays(caches: Any) -> None:
 
 
 def test_page_behind_which_others_arrive_while_its_write_is_waited_for_stays(
-    caches: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = caches(pages=5)
+    cache = opened(pages=5)
     past = tokens(1, 3 * P)
-    ask(cache, past)
-    cache.flush()
-    cache.demote_path(cache.tree.match(past).nodes, 1)
-    first = _node(cache, past, 0)
+    leave_on_disk(cache, past, 1)
+    first = node_at(cache, past, 0)
     cache.disk.unback(first.page)
     gate = Gate(monkeypatch, cache.disk.store, "write")
     cache.disk.queue(first, cache.now_s(), needed=True)
@@ -330,18 +296,16 @@ def test_page_behind_which_others_arrive_while_its_write_is_waited_for_stays(
         cache.mover.flush()
 
     monkeypatch.setattr(cache.mover, "wait_write", wait_longer)
-    taken = [cache.allocate() for _ in range(3)]  # the last one needs room, and the first page is all that may leave
-    assert None not in taken
+    taken = take_pages(cache, 3)  # the last one needs room, and the first page is all that may leave
     cache.check()
-    for page in taken:
-        cache.pool.release(page)  # type: ignore[arg-type]
+    give_back(cache, taken)
 
 
 # all of it
 
 
-def test_clear_forgets_all_but_what_is_held(caches: Any, tmp_path: Path) -> None:
-    cache = caches()
+def test_clear_forgets_all_but_what_is_held(opened: Open, folder: Path) -> None:
+    cache = opened()
     for seed in range(3):
         ask(cache, tokens(seed, 100))
     live = Request(cache, tokens(1, 100)[:40])
@@ -351,12 +315,12 @@ def test_clear_forgets_all_but_what_is_held(caches: Any, tmp_path: Path) -> None
     live.end()
     cache.clear()
     assert cache.tree.num_nodes == cache.pool.owned_bytes == 0
-    assert run_files(tmp_path) == []
-    assert cache.disk.store.used_bytes == disk_bytes(tmp_path)
+    assert run_files(folder) == []
+    assert cache.disk.store.used_bytes == disk_bytes(folder)
 
 
-def test_counts_are_kept_on_disk_when_a_cache_is_closed(caches: Any) -> None:
-    cache = caches()
+def test_counts_are_kept_on_disk_when_a_cache_is_closed(opened: Open) -> None:
+    cache = opened()
     ask(cache, tokens(1, 100))
     cache.close()
     path = cache.disk.store.key_folder / "counters.json"
@@ -365,12 +329,12 @@ def test_counts_are_kept_on_disk_when_a_cache_is_closed(caches: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ["handle", "owner", "tier", "place", "pages"])
-def test_check_finds_books_that_do_not_agree(caches: Any, what: str) -> None:
-    cache = caches()
+def test_check_finds_books_that_do_not_agree(opened: Open, what: str) -> None:
+    cache = opened()
     past = tokens(1, 3 * P)
     ask(cache, past)
     cache.flush()
-    node = _node(cache, past, 1)
+    node = node_at(cache, past, 1)
     page: Page = node.page
     handle, place, spare = page.handle, page.place, cache.allocate()
     if what == "handle":
@@ -395,8 +359,8 @@ def test_check_finds_books_that_do_not_agree(caches: Any, what: str) -> None:
     cache.check()
 
 
-def test_time_never_goes_back(clock: Ticks, caches: Any) -> None:
-    cache = caches(disk=False)
+def test_time_never_goes_back(clock: Ticks, opened: Open) -> None:
+    cache = opened(disk=False)
     now = cache.now_s()
     clock.now_s -= 50
     assert cache.now_s() == now

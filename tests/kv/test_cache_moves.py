@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,14 +12,18 @@ from headrace.kv.residency import Standing
 from headrace.model.step import PAGE_TOKENS
 from tiny.caches import (
     PAGE_BYTES,
+    Open,
     Request,
     Shorten,
     Ticks,
     ask,
-    check_nothing_is_held,
+    give_back,
     known,
-    open_cache,
+    leave_on_disk,
+    node_at,
     page_of,
+    restarted,
+    take_pages,
     tokens,
 )
 from tiny.memory import run_files
@@ -33,56 +33,25 @@ P = PAGE_TOKENS
 PINNED = Standing(pinned=True)
 
 
-@pytest.fixture
-def clock() -> Ticks:
-    return Ticks()
-
-
-@pytest.fixture
-def caches(tmp_path: Path, clock: Ticks) -> Iterator[Any]:
-    """Opens caches on one folder; nothing may be held at the end."""
-    opened: list[PageCache] = []
-
-    def load(*, disk: bool = True, **options: Any) -> PageCache:
-        opened.append(open_cache(tmp_path if disk else None, **{"clock": clock, **options}))
-        return opened[-1]
-
-    yield load
-    for cache in opened:
-        if not cache.mover._stopped:
-            check_nothing_is_held(cache)
-            cache.close()
-
-
-def _node(cache: PageCache, past: list[int], number: int) -> Any:
-    return cache.tree.match(past).nodes[number]
-
-
 # reading ahead
 
 
-def test_expected_past_is_read_ahead(caches: Any, clock: Ticks) -> None:
-    cache = caches(pages=20)
+def test_expected_past_is_read_ahead(opened: Open, clock: Ticks) -> None:
     past = tokens(1, 4 * P + 9)
-    ask(cache, past)
-    cache.close()
-    cache = caches(pages=20)
+    cache = restarted(opened, past, pages=20)
     assert known(cache, past) == (0, 4 * P + 9)
     cache.expect(past, 5.0, Standing())
     cache.flush()
     cache.check()
     assert known(cache, past) == (4 * P, 9)
     assert cache.counters.read_bytes == 4 * PAGE_BYTES
-    assert _node(cache, past, 0).use.standing.soon_s == clock.now_s + 5.0
+    assert node_at(cache, past, 0).use.standing.soon_s == clock.now_s + 5.0
     assert ask(cache, past) == 4 * P + 9
 
 
-def test_reading_ahead_displaces_nothing_that_is_worth_more(caches: Any, clock: Ticks) -> None:
-    cache = caches(pages=4)
+def test_reading_ahead_displaces_nothing_that_is_worth_more(opened: Open, clock: Ticks) -> None:
     past = tokens(1, 3 * P)
-    ask(cache, past)
-    cache.close()
-    cache = caches(pages=4)
+    cache = restarted(opened, past, pages=4)
     ask(cache, tokens(2, 3 * P), PINNED)
     cache.expect(past, 5.0, Standing())
     cache.flush()
@@ -90,14 +59,14 @@ def test_reading_ahead_displaces_nothing_that_is_worth_more(caches: Any, clock: 
     assert known(cache, past) == (P, 2 * P)
 
 
-def test_page_that_cannot_be_read_ahead_stays_where_it_is(caches: Any) -> None:
-    cache = caches()
+def test_page_that_cannot_be_read_ahead_stays_where_it_is(opened: Open) -> None:
+    cache = opened()
     past = tokens(1, 3 * P)
     ask(cache, past)
     cache.close()
     (path,) = run_files(cache.disk.store.folder)
     set_byte(path, path.stat().st_size - 2 * PAGE_BYTES + 7)  # the second page
-    cache = caches()
+    cache = opened()
     cache.expect(past, 5.0, Standing())
     cache.flush()
     cache.check()
@@ -105,15 +74,12 @@ def test_page_that_cannot_be_read_ahead_stays_where_it_is(caches: Any) -> None:
     # whoever asks for it computes that page, and it is right on disk again
     assert ask(cache, past) == 3 * P
     cache.close()
-    assert ask(caches(), past) == 3 * P
+    assert ask(opened(), past) == 3 * P
 
 
-def test_past_that_is_forgotten_while_it_is_read_ahead(caches: Any) -> None:
-    cache = caches()
+def test_past_that_is_forgotten_while_it_is_read_ahead(opened: Open) -> None:
     past = tokens(1, 3 * P)
-    ask(cache, past)
-    cache.close()
-    cache = caches()
+    cache = restarted(opened, past)
     cache.expect(past, 5.0, Standing())
     cache.clear()
     cache.flush()
@@ -124,8 +90,8 @@ def test_past_that_is_forgotten_while_it_is_read_ahead(caches: Any) -> None:
 # compression
 
 
-def test_pages_are_compressed_before_they_leave_step_by_step(caches: Any, clock: Ticks) -> None:
-    cache = caches(disk=False, pages=4, formats=(F16, Q8, Q4))
+def test_pages_are_compressed_before_they_leave_step_by_step(opened: Open, clock: Ticks) -> None:
+    cache = opened(disk=False, pages=4, formats=(F16, Q8, Q4))
     ask(cache, tokens(1, 4 * P))
     clock.now_s += 100
     page = cache.allocate()
@@ -148,12 +114,12 @@ def ask_formats(cache: PageCache, past: list[int]) -> int:
     return request.known_tokens
 
 
-def test_compressed_page_is_not_gone_on_with(caches: Any) -> None:
+def test_compressed_page_is_not_gone_on_with(opened: Open) -> None:
     """A page that is partly known begins exact for whoever goes on from it; of a compressed one nothing can be taken."""
-    cache = caches(disk=False, pages=4, formats=(F16, Q8))
+    cache = opened(disk=False, pages=4, formats=(F16, Q8))
     past = tokens(1, 2 * P)
     ask(cache, past)
-    node = _node(cache, past, 1)
+    node = node_at(cache, past, 1)
     node.page.handle = cache.compressor.recode(node.page.handle, Q8)
     found = cache.find(past[:50])
     assert (found.num_tokens, found.partial, found.unused) == (P, None, ("format changed", 18))
@@ -161,8 +127,8 @@ def test_compressed_page_is_not_gone_on_with(caches: Any) -> None:
     assert known(cache, past) == (2 * P, 0)
 
 
-def test_pages_that_others_read_or_that_are_partly_filled_stay_exact(caches: Any) -> None:
-    cache = caches(disk=False, pages=5, formats=(F16, Q8))
+def test_pages_that_others_read_or_that_are_partly_filled_stay_exact(opened: Open) -> None:
+    cache = opened(disk=False, pages=5, formats=(F16, Q8))
     past = tokens(1, 3 * P + 4)
     ask(cache, past)
     live = Request(cache, past[:P])
@@ -172,8 +138,8 @@ def test_pages_that_others_read_or_that_are_partly_filled_stay_exact(caches: Any
     live.end()
 
 
-def test_compression_ahead_gives_way_to_whoever_took_the_page_meanwhile(caches: Any) -> None:
-    cache = caches(disk=False, pages=16, formats=(F16, Q8))
+def test_compression_ahead_gives_way_to_whoever_took_the_page_meanwhile(opened: Open) -> None:
+    cache = opened(disk=False, pages=16, formats=(F16, Q8))
     past = tokens(1, 4 * P)
     ask(cache, past)
     cache.compressor.squeeze_ahead(cache.tree.match(past).nodes[-1], cache.mover)
@@ -185,10 +151,10 @@ def test_compression_ahead_gives_way_to_whoever_took_the_page_meanwhile(caches: 
     assert cache.compressor.num_pending == 0
 
 
-def test_page_is_narrowed_from_the_form_that_it_has(caches: Any) -> None:
-    cache = caches(disk=False, pages=4, formats=(F16, Q8, Q4))
+def test_page_is_narrowed_from_the_form_that_it_has(opened: Open) -> None:
+    cache = opened(disk=False, pages=4, formats=(F16, Q8, Q4))
     ask(cache, tokens(1, P))
-    node = _node(cache, tokens(1, P), 0)
+    node = node_at(cache, tokens(1, P), 0)
     for wanted in (Q8, Q4):
         node.page.handle = cache.compressor.recode(node.page.handle, wanted)
     narrow = cache.compressor._narrow
@@ -200,8 +166,8 @@ def test_page_is_narrowed_from_the_form_that_it_has(caches: Any) -> None:
 # pasts that are longer than memory
 
 
-def test_live_pages_are_backed_and_let_go_of(caches: Any) -> None:
-    cache = caches(pages=8)
+def test_live_pages_are_backed_and_let_go_of(opened: Open) -> None:
+    cache = opened(pages=8)
     past = tokens(1, 4 * P + 9)
     request = Request(cache, past).grow()
     path = cache.back(past[: 4 * P], request.pages[:4])
@@ -214,8 +180,8 @@ def test_live_pages_are_backed_and_let_go_of(caches: Any) -> None:
     assert known(cache, past) == (4 * P + 9, 0)
 
 
-def test_page_that_a_path_continues_in_one_of_its_own_does_not_keep_it_in_memory(caches: Any) -> None:
-    cache = caches(pages=8)
+def test_page_that_a_path_continues_in_one_of_its_own_does_not_keep_it_in_memory(opened: Open) -> None:
+    cache = opened(pages=8)
     past = tokens(1, 2 * P + 9)
     ask(cache, past)
     cache.flush()
@@ -226,36 +192,29 @@ def test_page_that_a_path_continues_in_one_of_its_own_does_not_keep_it_in_memory
     assert known(cache, past) == (0, 2 * P + 9)
 
 
-def test_past_of_which_a_part_is_on_disk_only_is_committed_there(caches: Any) -> None:
-    cache = caches(pages=8)
+def test_past_of_which_a_part_is_on_disk_only_is_committed_there(opened: Open) -> None:
+    cache = opened(pages=8)
     past = tokens(1, 6 * P)
-    ask(cache, past[: 3 * P])
-    cache.flush()
-    cache.demote_path(cache.tree.match(past).nodes, 0)
-    pages = [cache.allocate() for _ in range(3)]
+    leave_on_disk(cache, past[: 3 * P])
+    pages = take_pages(cache, 3)
     for number, page in enumerate(pages, 3):
-        assert page is not None
         cache.pool.view(page)[:] = page_of(past[: (number + 1) * P])
     cache.commit(past, [None] * 3 + pages, num_answer_tokens=1)
     cache.check()
-    for page in pages:
-        cache.pool.release(page)  # type: ignore[arg-type]
+    give_back(cache, pages)
     assert known(cache, past) == (0, 6 * P)
     assert ask(cache, past) == 6 * P
     cache.close()
-    assert ask(caches(), past) == 6 * P
+    assert ask(opened(), past) == 6 * P
 
 
-def test_past_that_the_disk_does_not_take_is_known_as_far_as_it_was(caches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = caches(pages=8)
+def test_past_that_the_disk_does_not_take_is_known_as_far_as_it_was(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened(pages=8)
     past = tokens(1, 6 * P)
-    ask(cache, past[: 3 * P])
-    cache.flush()
-    cache.demote_path(cache.tree.match(past).nodes, 0)
+    leave_on_disk(cache, past[: 3 * P])
     monkeypatch.setattr(type(cache.disk.store), "room_bytes", 0)
-    pages = [cache.allocate() for _ in range(3)]
+    pages = take_pages(cache, 3)
     cache.commit(past, [None] * 3 + pages, num_answer_tokens=1)
     cache.check()
-    for page in pages:
-        cache.pool.release(page)  # type: ignore[arg-type]
+    give_back(cache, pages)
     assert known(cache, past) == (0, 3 * P)

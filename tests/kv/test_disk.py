@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headrace.kernels.page_formats import F16, Q8
-from headrace.kv import disk, runs
-from headrace.kv.cache import PageCache
+from headrace.kv import disk
 from headrace.kv.disk import RETRY_S
 from headrace.kv.residency import Standing
-from headrace.kv.runs import parse_header
 from headrace.model.step import PAGE_TOKENS
-from tiny.caches import PAGE_BYTES, Request, Ticks, ask, check_nothing_is_held, known, open_cache, tokens
-from tiny.memory import FixedPrices, run_files
+from tiny.caches import PAGE_BYTES, Open, Request, Ticks, ask, known, places, restarted, tokens
+from tiny.memory import FixedPrices, fill_disk, pages_on_disk, run_files
 from tiny.runs import disk_bytes
 
 P = PAGE_TOKENS
-
-Open = Callable[..., PageCache]
-
-
-@pytest.fixture
-def clock() -> Ticks:
-    return Ticks()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
-
-
-@pytest.fixture
-def opened(folder: Path, clock: Ticks) -> Iterator[Open]:
-    """Opens caches on one folder; nothing may be held at the end."""
-    caches: list[PageCache] = []
-
-    def load(**options: Any) -> PageCache:
-        caches.append(open_cache(folder, **{"clock": clock, **options}))
-        return caches[-1]
-
-    yield load
-    for cache in caches:
-        if not cache.mover._stopped:
-            check_nothing_is_held(cache)
-            cache.close()
-
-
-def _places(cache: PageCache, past: list[int]) -> list[tuple[int, int] | None]:
-    return [None if node.page.place is None else tuple(node.page.place) for node in cache.tree.match(past).nodes]
-
-
-def _pages_on_disk(folder: Path) -> list[int]:
-    """Pages of each run, oldest first."""
-    return [parse_header(path.read_bytes()).pages_in(path.stat().st_size) for path in run_files(folder)]
-
 
 # writing
 
@@ -72,9 +28,9 @@ def test_each_turn_writes_what_it_added_and_nothing_twice(opened: Open, folder: 
         ask(cache, past[:count])
         cache.flush()
         cache.check()
-        assert all(_places(cache, past[:count]))
+        assert all(places(cache, past[:count]))
         written = cache.disk.store.written_bytes
-    assert _pages_on_disk(folder) == [2, 3, 5]
+    assert pages_on_disk(folder) == [2, 3, 5]
     assert written == cache.disk.store.written_bytes == cache.counters.written_bytes
     assert sum(path.stat().st_size for path in run_files(folder)) == written
 
@@ -84,10 +40,10 @@ def test_partly_filled_page_is_written_again_when_it_has_grown(opened: Open, fol
     past = tokens(1, 3 * P + 20)
     ask(cache, past[: 2 * P + 5])
     cache.flush()
-    assert _pages_on_disk(folder) == [3]
+    assert pages_on_disk(folder) == [3]
     ask(cache, past)
     cache.flush()
-    assert _pages_on_disk(folder) == [2, 2]
+    assert pages_on_disk(folder) == [2, 2]
 
 
 def test_page_that_grew_while_it_was_written_is_not_taken_for_what_it_was(opened: Open, folder: Path) -> None:
@@ -97,7 +53,7 @@ def test_page_that_grew_while_it_was_written_is_not_taken_for_what_it_was(opened
     ask(cache, past)  # before the books know of the write
     cache.flush()
     cache.check()
-    assert all(_places(cache, past))
+    assert all(places(cache, past))
     cache.close()
     assert ask(opened(), past) == len(past)
 
@@ -108,7 +64,7 @@ def test_long_pasts_are_written_in_several_runs(opened: Open, folder: Path, monk
     past = tokens(1, 10 * P + 5)
     ask(cache, past)
     cache.flush()
-    assert _pages_on_disk(folder) == [4, 4, 3]
+    assert pages_on_disk(folder) == [4, 4, 3]
     cache.close()
     assert known(opened(), past) == (0, len(past))
 
@@ -123,7 +79,7 @@ def test_pages_of_different_formats_are_different_runs(opened: Open, folder: Pat
     cache.disk._silent_until = 0.0
     cache.disk.queue(cache.tree.match(past).last, cache.now_s())
     cache.flush()
-    assert _pages_on_disk(folder) == [2, 2, 1]
+    assert pages_on_disk(folder) == [2, 2, 1]
     assert [cache.disk.format_of(node.page.place) for node in cache.tree.match(past).nodes] == [F16, F16, Q8, Q8, F16]
     cache.close()
     again = opened(formats=(F16, Q8))
@@ -170,11 +126,7 @@ def test_disk_that_refused_is_left_alone_for_a_while(
     opened: Open, folder: Path, clock: Ticks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = opened()
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(runs, "_write", full)
+    fill_disk(monkeypatch)
     ask(cache, tokens(1, 4 * P))
     cache.flush()
     cache.check()
@@ -189,7 +141,7 @@ def test_disk_that_refused_is_left_alone_for_a_while(
     clock.now_s += 2
     ask(cache, tokens(1, 4 * P))
     cache.flush()
-    assert _pages_on_disk(folder) == [4]
+    assert pages_on_disk(folder) == [4]
 
 
 # finding again
@@ -214,13 +166,9 @@ def test_pasts_are_found_again_with_what_is_known_of_their_use(opened: Open, clo
 
 
 def test_branches_are_found_again(opened: Open) -> None:
-    cache = opened()
     stem = tokens(1, 2 * P)
     pasts = [[*stem, *tokens(seed, 40)] for seed in range(2, 6)] + [[*stem[:50], *tokens(9, 30)]]
-    for past in pasts:
-        ask(cache, past)
-    cache.close()
-    again = opened()
+    again = restarted(opened, *pasts)
     again.check()
     assert [known(again, past) for past in pasts] == [(0, len(past)) for past in pasts]
     for past in pasts:
@@ -236,7 +184,7 @@ def test_runs_of_another_process_are_found_when_something_is_missing(opened: Ope
     ask(two, [*past, *tokens(2, P)])
     two.flush()
     assert ask(one, [*past, *tokens(2, P)]) == 5 * P
-    assert all(_places(one, [*past, *tokens(2, P)]))
+    assert all(places(one, [*past, *tokens(2, P)]))
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -248,7 +196,7 @@ def test_page_that_two_processes_wrote_stays_once(opened: Open, folder: Path, fi
         request.end()
         request.cache.flush()
     older = run_files(folder)[:1]
-    assert _pages_on_disk(folder) == [4, 4]
+    assert pages_on_disk(folder) == [4, 4]
     for cache in (caches[first], caches[1 - first]):
         cache.disk.attach(cache.now_s())
         cache.check()
@@ -272,7 +220,7 @@ def test_copy_of_another_process_replaces_one_that_is_on_its_way(opened: Open, f
     two.flush()
     two.check()
     assert len(run_files(folder)) == 1
-    assert all(_places(two, past))
+    assert all(places(two, past))
 
 
 def test_process_whose_copy_was_removed_uses_the_other_one_and_writes_no_third(opened: Open, folder: Path) -> None:
@@ -289,7 +237,7 @@ def test_process_whose_copy_was_removed_uses_the_other_one_and_writes_no_third(o
     two.flush()
     two.check()
     assert len(run_files(folder)) == 1
-    assert all(_places(two, past))
+    assert all(places(two, past))
 
 
 def test_more_exact_copy_is_the_one_that_stays(opened: Open, folder: Path) -> None:
@@ -373,7 +321,7 @@ def test_what_is_worth_less_than_all_that_is_kept_is_not_written(opened: Open, f
         clock.now_s += 100
         ask(cache, tokens(seed, 2 * P))
         cache.flush()
-    assert _pages_on_disk(folder) == [2, 2]
+    assert pages_on_disk(folder) == [2, 2]
     assert [known(cache, tokens(seed, 2 * P)) for seed in range(2)] == [(0, 2 * P)] * 2
     assert cache.counters.refused_pages == 6
 
@@ -405,5 +353,5 @@ def test_forgotten_pages_free_their_bytes(opened: Open, folder: Path) -> None:
     cache.check()
     assert known(cache, one) == (2 * P, 0)
     assert known(cache, other) == (4 * P, 0)
-    assert _pages_on_disk(folder) == [2, 2]
+    assert pages_on_disk(folder) == [2, 2]
     assert cache.disk.store.used_bytes == disk_bytes(folder)

@@ -8,27 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.kv.placement import Placement
-from headrace.kv.residency import LeastRecent, Prices, Residency, Rule, Standing
+from headrace.kv.residency import LeastRecent, Prices, Residency, Standing
 from headrace.kv.reuse import LAST_PAGE_CELL
 from headrace.kv.tree import Node, PrefixTree
-
-TWO_TIERS = Prices(fetch_s=(0.0, 0.1), page_bytes=(1, 1))
-
-
-def _use(placement: Placement, tokens: tuple[int, ...], now_s: float, **options: object) -> list[object]:
-    """One request; its moves."""
-    match = placement.tree.match(tokens)
-    pages = list(tokens[len(match.nodes) :])
-    moves, _ = placement.record(tokens, match, pages, num_answer_tokens=5, now_s=now_s, **options)  # type: ignore[arg-type]
-    return [*moves, *placement.make_room(now_s)]
-
-
-def _known(placement: Placement, tokens: tuple[int, ...]) -> int:
-    return placement.tree.match(tokens).num_tokens
-
-
-def _placement(*capacities: int, rule: Rule | None = None) -> Placement:
-    return Placement(PrefixTree(1), capacities, rule or Residency(TWO_TIERS if len(capacities) > 1 else None))
+from tiny.placements import TWO_TIERS, known_tokens, new_placement, record_use
 
 
 def _drain(placement: Placement, tier: int, now_s: float) -> list[object]:
@@ -55,9 +38,9 @@ def _kept(placement: Placement, tokens: tuple[int, ...], time_s: float, **facts:
 
 
 def test_cheapest_leaves_the_page_where_it_is_and_evict_takes_it() -> None:
-    placement = _placement(10, 10, rule=LeastRecent())
-    _use(placement, (1, 2), 0.0)
-    _use(placement, (3, 4), 1.0)
+    placement = new_placement(10, 10, rule=LeastRecent())
+    record_use(placement, (1, 2), 0.0)
+    record_use(placement, (3, 4), 1.0)
     first = placement.cheapest(0, 2.0)
     assert first == placement.cheapest(0, 2.0) == (_node(placement, 1, 2), 1.0)
     assert placement.evict(first[0], 2.0, demote=True) == ([2], 0, 1)
@@ -70,7 +53,7 @@ def test_cheapest_leaves_the_page_where_it_is_and_evict_takes_it() -> None:
 def test_evicting_one_by_one_takes_the_same_pages_in_the_same_order_as_making_room() -> None:
     orders = []
     for by_hand in (False, True):
-        placement = _placement(12)
+        placement = new_placement(12)
         for turn in range(6):
             tokens = tuple(range(100 * (turn % 4), 100 * (turn % 4) + 4 + turn))
             match = placement.tree.match(tokens)
@@ -87,8 +70,8 @@ def test_evicting_one_by_one_takes_the_same_pages_in_the_same_order_as_making_ro
 
 
 def test_evict_refuses_pages_that_others_need() -> None:
-    placement = _placement(10, 10)
-    _use(placement, (1, 2, 3), 0.0)
+    placement = new_placement(10, 10)
+    record_use(placement, (1, 2, 3), 0.0)
     with pytest.raises(AssertionError, match="tips"):
         placement.evict(_node(placement, 1), 1.0, demote=True)
     leaf = _node(placement, 1, 2, 3)
@@ -106,8 +89,8 @@ def test_evict_refuses_pages_that_others_need() -> None:
 
 
 def test_pages_that_are_not_near_stay_where_they_are_and_what_is_new_goes_behind_them() -> None:
-    placement = _placement(10, 10)
-    _use(placement, (1, 2, 3, 4), 0.0)
+    placement = new_placement(10, 10)
+    record_use(placement, (1, 2, 3, 4), 0.0)
     for page in (4, 3, 2):
         assert placement.evict(_node(placement, *range(1, page + 1)), 1.0, demote=True).pages == [page]
     tokens = (1, 2, 3, 4, 5, 6)
@@ -122,7 +105,7 @@ def test_pages_that_are_not_near_stay_where_they_are_and_what_is_new_goes_behind
 
 
 def test_all_matched_pages_near_means_new_pages_near() -> None:
-    placement = _placement(10, 10)
+    placement = new_placement(10, 10)
     recorded = placement.record((1, 2), placement.tree.match((1, 2)), (1, 2), num_answer_tokens=1, now_s=0.0, num_near=0)
     assert [node.tier for node in recorded.last.path()] == [0, 0]
     nothing = placement.record((), placement.tree.match(()), (), num_answer_tokens=1, now_s=0.0)
@@ -130,9 +113,9 @@ def test_all_matched_pages_near_means_new_pages_near() -> None:
 
 
 def test_prefetched_page_is_near_and_ranked_there() -> None:
-    placement = _placement(10, 10, rule=LeastRecent())
-    _use(placement, (1, 2, 3), 0.0)
-    _use(placement, (7,), 1.0)
+    placement = new_placement(10, 10, rule=LeastRecent())
+    record_use(placement, (1, 2, 3), 0.0)
+    record_use(placement, (7,), 1.0)
     for depth in (3, 2):
         placement.evict(_node(placement, *range(1, depth + 1)), 2.0, demote=True)
     assert placement.cheapest(0, 2.0) == (_node(placement, 1), 1.0)
@@ -145,10 +128,10 @@ def test_prefetched_page_is_near_and_ranked_there() -> None:
 
 
 def test_lost_page_takes_all_behind_it_along() -> None:
-    placement = _placement(20, 20)
-    _use(placement, (1, 2, 3, 4), 0.0)
-    _use(placement, (1, 2, 5, 6), 1.0)
-    _use(placement, (1, 8), 2.0)
+    placement = new_placement(20, 20)
+    record_use(placement, (1, 2, 3, 4), 0.0)
+    record_use(placement, (1, 2, 5, 6), 1.0)
+    record_use(placement, (1, 8), 2.0)
     placement.evict(_node(placement, 1, 2, 5, 6), 2.0, demote=True)
     held = _node(placement, 1, 2, 5, 6)
     placement.tree.pin(held)
@@ -181,11 +164,11 @@ def test_pages_survive_that_they_are_replaced_or_get_more_tokens() -> None:
 
 def test_restored_pages_teach_the_rule_what_a_request_would_have() -> None:
     """The same uses, seen and restored from what was kept of them, leave the same model behind."""
-    seen, again = _placement(1000, 1000), _placement(1000, 1000)
+    seen, again = new_placement(1000, 1000), new_placement(1000, 1000)
     kept = []
     for turn in range(60):
         tokens = tuple(range(1000 * (turn % 20), 1000 * (turn % 20) + 5 + turn // 20 * 3 + turn % 3))
-        known = _known(seen, tokens)
+        known = known_tokens(seen, tokens)
         match = seen.tree.match(tokens)
         last = seen.record(tokens, match, tokens[known:], num_answer_tokens=turn, now_s=7.0 * turn).last
         kept.append((tokens, 7.0 * turn, Placement.use_facts(last.use)))
@@ -202,7 +185,7 @@ def test_restored_pages_teach_the_rule_what_a_request_would_have() -> None:
 
 
 def test_restore_takes_facts_that_are_missing_from_the_pages() -> None:
-    placement = _placement(100, 100)
+    placement = new_placement(100, 100)
     first = _kept(placement, (1, 2, 3, 4, 5), 10.0)
     last = _kept(placement, (1, 2, 3, 4, 5, 6, 7), 20.0)
     assert last.use is first.use
@@ -212,7 +195,7 @@ def test_restore_takes_facts_that_are_missing_from_the_pages() -> None:
 
 
 def test_use_that_was_kept_in_two_stretches_is_one_again() -> None:
-    placement = _placement(100, 100)
+    placement = new_placement(100, 100)
     first = _kept(placement, (1, 2, 3), 10.0, turn=1, num_pages=5)
     last = _kept(placement, (1, 2, 3, 4, 5), 10.0, turn=1, num_pages=5)
     assert last.use is first.use
@@ -224,9 +207,9 @@ def test_use_that_was_kept_in_two_stretches_is_one_again() -> None:
 
 
 def test_restored_use_does_not_take_pages_that_were_used_later() -> None:
-    placement = _placement(100, 100)
+    placement = new_placement(100, 100)
     _kept(placement, (1, 2, 3), 10.0)
-    _use(placement, (1, 2, 8), 500.0)
+    record_use(placement, (1, 2, 8), 500.0)
     late = _kept(placement, (1, 2, 3, 4), 20.0)
     assert [node.use.time_s for node in late.path()] == [500.0, 500.0, 20.0, 20.0]
     assert [node.tier for node in late.path()] == [0, 0, 1, 1]
@@ -235,8 +218,8 @@ def test_restored_use_does_not_take_pages_that_were_used_later() -> None:
 
 
 def test_prices_may_be_replaced_at_any_time() -> None:
-    placement = _placement(10)
-    _use(placement, (1, 2), 0.0)
+    placement = new_placement(10)
+    record_use(placement, (1, 2), 0.0)
     rule_ = placement.rule
     assert isinstance(rule_, Residency)
     node = _node(placement, 1, 2)
@@ -246,10 +229,10 @@ def test_prices_may_be_replaced_at_any_time() -> None:
 
 
 def test_chance_of_a_page_heeds_its_owner() -> None:
-    placement = _placement(100)
+    placement = new_placement(100)
     rule_ = placement.rule
     assert isinstance(rule_, Residency)
-    _use(placement, (1, 2, 3), 0.0)
+    record_use(placement, (1, 2, 3), 0.0)
     page = _node(placement, 1)
     assert rule_.chance(page, 1.0) == rule_.reuse.chance(page.use.cell, 1.0)
     assert rule_.chance(_node(placement, 1, 2, 3), 1.0) == rule_.reuse.chance(LAST_PAGE_CELL, 1.0)
@@ -265,10 +248,10 @@ def test_chance_of_a_page_heeds_its_owner() -> None:
 
 def test_hint_outranks_others_and_what_expired_leaves_first() -> None:
     """Though nothing has left since the ranking: times alone change it."""
-    placement = _placement(1000, rule=Residency())
-    _use(placement, (1, 2), 0.0, standing=Standing(expires_s=50.0, priority=1000.0))
-    _use(placement, (3, 4), 0.0, standing=Standing(hinted_s=0.0, soon_s=60.0))
-    _use(placement, (5, 6), 40.0)
+    placement = new_placement(1000, rule=Residency())
+    record_use(placement, (1, 2), 0.0, standing=Standing(expires_s=50.0, priority=1000.0))
+    record_use(placement, (3, 4), 0.0, standing=Standing(hinted_s=0.0, soon_s=60.0))
+    record_use(placement, (5, 6), 40.0)
     asked, plain = (_node(placement, *tokens) for tokens in ((3, 4), (5, 6)))
     assert placement.rule.worths([asked], 0, 41.0)[0] > placement.rule.worths([plain], 0, 41.0)[0]
     assert placement.cheapest(0, 41.0) == (plain, pytest.approx(placement.rule.worths([plain], 0, 41.0)[0]))
@@ -277,17 +260,17 @@ def test_hint_outranks_others_and_what_expired_leaves_first() -> None:
 
 
 def test_pinned_past_leaves_last_but_leaves() -> None:
-    placement = _placement(1000, rule=Residency())
-    _use(placement, (1, 2), 0.0)
-    _use(placement, (3, 4), 1.0)
+    placement = new_placement(1000, rule=Residency())
+    record_use(placement, (1, 2), 0.0)
+    record_use(placement, (3, 4), 1.0)
     placement.set_standing(_node(placement, 1, 2), Standing(pinned=True), 2.0)
     assert _drain(placement, 0, 3.0) == [4, 3, 2, 1]
 
 
 def test_placement_does_not_grow_with_uses_where_nothing_leaves() -> None:
-    placement = _placement(10)
+    placement = new_placement(10)
     for turn in range(5000):
-        _use(placement, (1, 2, 3), float(turn))
+        record_use(placement, (1, 2, 3), float(turn))
     assert len(placement._heaps[0]) + len(placement._resident[0]) < 5000
     assert placement.num_pages == [3]
     placement.check()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from headrace.kv.prices import FEWEST_TOKENS, OUTLIER_RATIO, PriceBook
+from headrace.kv.prices import FEWEST_TOKENS, OUTLIER_RATIO, PriceBook, read_prices, save_prices
 from headrace.model.step import PAGE_TOKENS
 
 BASE_S, SLOPE_S = 2e-4, 5e-8
@@ -106,3 +108,50 @@ def test_prices_of_pages_are_the_measured_ones() -> None:
     )
     unknown = PriceBook().of_pages(10**5)
     assert unknown.fetch_s[1] == pytest.approx(unknown.compute_s / 10)
+
+
+def test_next_process_begins_with_the_prices_of_the_last_one(tmp_path: Path) -> None:
+    book = _prefilled()
+    book.read(10**6, 1e-3)
+    book.written(10**6, 2e-3)
+    save_prices(tmp_path, 2, book)
+    save_prices(tmp_path, 4, PriceBook())
+    again = PriceBook()
+    again.resume(read_prices(tmp_path, 2))
+    assert again.compute_s(32, 1000) == pytest.approx(_seconds(32, 1000), rel=1e-6)
+    assert (again.read_s(10**6), again.write_s(10**6)) == (pytest.approx(1e-3), pytest.approx(2e-3))
+    # what is measured now weighs as much as all that was measured then
+    again.computed(256, 0, 2 * _seconds(256, 0))
+    price = again.compute_s(256, 0)
+    assert price is not None
+    assert 1.3 * _seconds(256, 0) < price < 1.8 * _seconds(256, 0)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_prices_of_another_number_of_threads_are_not_taken(tmp_path: Path, threads: int) -> None:
+    save_prices(tmp_path, 2, _prefilled())
+    again = PriceBook()
+    again.resume(read_prices(tmp_path, threads))
+    assert (again.compute_s(32, 0) is not None) == (threads == 2)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1]",
+        '{"2": 5}',
+        '{"2": {"compute": [1, 2], "read": "x", "write": -1}}',
+        '{"2": {"compute": [1, 2, 3, 4, null]}}',
+        '{"2": {"compute": [0, 0, 0, 0, 0], "read": true, "write": 1e999}}',
+        '{"2": {"compute": [-1, 2, 3, 4, 5], "read": NaN}}',
+    ],
+)
+def test_prices_that_are_damaged_are_left_out(tmp_path: Path, content: str) -> None:
+    (tmp_path / "prices.json").write_text(content)
+    book = PriceBook()
+    book.resume(read_prices(tmp_path, 2))
+    assert (book.compute_s(1, 0), book.read_s(1), book.write_s(1)) == (None, None, None)
+    save_prices(tmp_path, 2, _prefilled())
+    book.resume(read_prices(tmp_path, 2))
+    assert book.compute_s(1, 0) is not None

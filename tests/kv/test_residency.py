@@ -12,29 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from headrace.kv.placement import Placement
-from headrace.kv.residency import LeastRecent, Prices, Residency, Rule, Standing
+from headrace.kv.residency import LeastRecent, Prices, Residency, Standing
 from headrace.kv.reuse import LAST_PAGE_CELL, NUM_AGES, ReuseModel, UseFacts
 from headrace.kv.tree import PrefixTree
+from tiny.placements import known_tokens, new_placement, record_use
 
-ONE_TIER = Prices()
-TWO_TIERS = Prices(fetch_s=(0.0, 0.1), page_bytes=(1, 1))
 SHORT, LONG = UseFacts(1, 2, 0, 10, 0), UseFacts(1, 200, 0, 1000, 0)
-
-
-def _use(placement: Placement, tokens: tuple[int, ...], now_s: float, **options: object) -> list[object]:
-    """One request; its moves."""
-    match = placement.tree.match(tokens)
-    pages = list(tokens[len(match.nodes) :])
-    moves, _ = placement.record(tokens, match, pages, num_answer_tokens=5, now_s=now_s, **options)  # type: ignore[arg-type]
-    return [*moves, *placement.make_room(now_s)]
-
-
-def _known(placement: Placement, tokens: tuple[int, ...]) -> int:
-    return placement.tree.match(tokens).num_tokens
-
-
-def _placement(*capacities: int, rule: Rule | None = None) -> Placement:
-    return Placement(PrefixTree(1), capacities, rule or Residency(TWO_TIERS if len(capacities) > 1 else ONE_TIER))
 
 
 def test_model_without_data_ranks_the_recent_above_the_old() -> None:
@@ -140,7 +123,7 @@ def test_worth_is_per_byte_and_by_price_of_its_depth() -> None:
     assert prices.saved_s(1, 0) == 0.5
     assert prices.saved_s(1, 10) == pytest.approx(1.5)
     placement = Placement(PrefixTree(1), (10, 10), Residency(prices))
-    _use(placement, (1, 2, 3), 0.0)
+    record_use(placement, (1, 2, 3), 0.0)
     nodes = placement.tree.match((1, 2, 3)).nodes
     near, far = (placement.rule.worths(nodes[:2], tier, 1.0) for tier in (0, 1))
     assert near[0] == near[1]
@@ -163,9 +146,9 @@ def test_fetching_dearer_than_computing_saves_nothing_below() -> None:
     ],
 )
 def test_owner_changes_the_worth(standing: Standing, now_s: float, above_plain: bool) -> None:
-    placement = _placement(10)
-    _use(placement, (1, 2), 0.0)
-    _use(placement, (3, 4), 0.0, standing=standing)
+    placement = new_placement(10)
+    record_use(placement, (1, 2), 0.0)
+    record_use(placement, (3, 4), 0.0, standing=standing)
     nodes = [placement.tree.match(tokens).nodes[0] for tokens in ((1, 2), (3, 4))]
     plain, asked = placement.rule.worths(nodes, 0, now_s)
     assert (asked > plain) == above_plain
@@ -173,19 +156,19 @@ def test_owner_changes_the_worth(standing: Standing, now_s: float, above_plain: 
 
 
 def test_hint_that_passed_counts_no_more() -> None:
-    placement = _placement(10)
-    _use(placement, (1, 2), 0.0, standing=Standing(hinted_s=0.0, soon_s=10.0))
-    _use(placement, (3, 4), 0.0)
+    placement = new_placement(10)
+    record_use(placement, (1, 2), 0.0, standing=Standing(hinted_s=0.0, soon_s=10.0))
+    record_use(placement, (3, 4), 0.0)
     nodes = [placement.tree.match(tokens).nodes[0] for tokens in ((1, 2), (3, 4))]
     hinted, plain = placement.rule.worths(nodes, 0, 21.0)
     assert hinted == plain
 
 
 def test_least_recent_evicts_in_order_of_use_from_the_tip() -> None:
-    placement = _placement(4, rule=LeastRecent())
+    placement = new_placement(4, rule=LeastRecent())
     for now_s, tokens in enumerate([(1, 2), (3, 4), (1, 2), (5,)]):
-        _use(placement, tokens, float(now_s))
-    assert [_known(placement, tokens) for tokens in ((1, 2), (3, 4), (5,))] == [2, 1, 1]
+        record_use(placement, tokens, float(now_s))
+    assert [known_tokens(placement, tokens) for tokens in ((1, 2), (3, 4), (5,))] == [2, 1, 1]
     placement.check()
 
 
@@ -193,48 +176,48 @@ def test_cyclic_set_just_larger_than_the_cache_keeps_most_of_it() -> None:
     """Twelve conversations in turn and room for ten: LRU finds nothing, ever."""
     hits = {}
     for name, rule_ in (("lru", LeastRecent()), ("headrace", Residency())):
-        placement = _placement(100, rule=rule_)
+        placement = new_placement(100, rule=rule_)
         hits[name] = 0
         for turn in range(600):
             tokens = tuple(range(100 * (turn % 12), 100 * (turn % 12) + 10))
-            hits[name] += _known(placement, tokens) if turn >= 240 else 0
-            _use(placement, tokens, 5.0 * turn)
+            hits[name] += known_tokens(placement, tokens) if turn >= 240 else 0
+            record_use(placement, tokens, 5.0 * turn)
     assert hits["lru"] == 0
     assert hits["headrace"] > 0.5 * 3600 * 10 / 12
 
 
 def test_one_oversized_request_neither_breaks_the_bound_nor_takes_everything() -> None:
-    placement = _placement(100)
+    placement = new_placement(100)
     for turn in range(200):
         tokens = tuple(range(100 * (turn % 4), 100 * (turn % 4) + 10 + turn // 4 % 5))
-        _use(placement, tokens, 5.0 * turn)
-    _use(placement, tuple(range(10_000, 10_500)), 1001.0)
+        record_use(placement, tokens, 5.0 * turn)
+    record_use(placement, tuple(range(10_000, 10_500)), 1001.0)
     assert placement.num_pages == [100]
-    assert sum(_known(placement, tuple(range(100 * each, 100 * each + 10))) >= 9 for each in range(4)) >= 3
+    assert sum(known_tokens(placement, tuple(range(100 * each, 100 * each + 10))) >= 9 for each in range(4)) >= 3
     placement.check()
 
 
 def test_side_requests_do_not_displace_the_main_conversation() -> None:
     """Each turn is followed by a title request of its own that nobody ever reads again."""
-    placement = _placement(60)
+    placement = new_placement(60)
     missing = 0
     for turn in range(300):
         main = tuple(range(1000 * (turn // 20), 1000 * (turn // 20) + 20 + turn % 20))
         if turn >= 150 and turn % 20:
-            missing += 19 + turn % 20 - _known(placement, main)
-        _use(placement, main, 60.0 * turn)
-        _use(placement, tuple(range(10**6 + 40 * turn, 10**6 + 40 * turn + 40)), 60.0 * turn + 1)
+            missing += 19 + turn % 20 - known_tokens(placement, main)
+        record_use(placement, main, 60.0 * turn)
+        record_use(placement, tuple(range(10**6 + 40 * turn, 10**6 + 40 * turn + 40)), 60.0 * turn + 1)
     assert missing == 0
 
 
 def test_page_in_use_is_never_a_victim() -> None:
-    placement = _placement(3)
-    _use(placement, (1, 2, 3), 0.0)
+    placement = new_placement(3)
+    record_use(placement, (1, 2, 3), 0.0)
     held = placement.tree.match((1, 2, 3)).nodes[1]
     placement.tree.pin(held)
-    _use(placement, (4, 5, 6), 1.0)
-    _use(placement, (7, 8, 9), 2.0)
-    assert _known(placement, (1, 2, 3)) >= 2
+    record_use(placement, (4, 5, 6), 1.0)
+    record_use(placement, (7, 8, 9), 2.0)
+    assert known_tokens(placement, (1, 2, 3)) >= 2
     placement.tree.unpin(held)
     placement.make_room(3.0)
     assert placement.num_pages == [3]
@@ -242,23 +225,23 @@ def test_page_in_use_is_never_a_victim() -> None:
 
 
 def test_pages_demote_from_the_tip_and_promote_on_use() -> None:
-    placement = _placement(2, 4, rule=LeastRecent())
-    assert _use(placement, (1, 2), 0.0) == []
-    moves = _use(placement, (3, 4), 1.0)
+    placement = new_placement(2, 4, rule=LeastRecent())
+    assert record_use(placement, (1, 2), 0.0) == []
+    moves = record_use(placement, (3, 4), 1.0)
     assert moves == [([2], 0, 1), ([1], 0, 1)]
-    moves = _use(placement, (1, 2), 2.0)
+    moves = record_use(placement, (1, 2), 2.0)
     assert moves == [([1, 2], 1, 0), ([4], 0, 1), ([3], 0, 1)]
     placement.check()
 
 
 def test_full_cold_tier_takes_only_what_is_worth_more_than_what_it_holds() -> None:
-    placement = _placement(2, 2)
-    _use(placement, (1, 2), 0.0, standing=Standing(priority=100.0))
-    _use(placement, (3, 4), 1.0)
-    assert _known(placement, (1, 2)) == 2
+    placement = new_placement(2, 2)
+    record_use(placement, (1, 2), 0.0, standing=Standing(priority=100.0))
+    record_use(placement, (3, 4), 1.0)
+    assert known_tokens(placement, (1, 2)) == 2
     for turn in range(20):
-        _use(placement, (10 + 2 * turn, 11 + 2 * turn), 2.0 + turn, standing=Standing(priority=0.01))
-    assert _known(placement, (1, 2)) == 2
+        record_use(placement, (10 + 2 * turn, 11 + 2 * turn), 2.0 + turn, standing=Standing(priority=0.01))
+    assert known_tokens(placement, (1, 2)) == 2
     placement.check()
 
 
@@ -274,15 +257,15 @@ def test_placement_takes_partly_filled_pages_and_their_repetition() -> None:
 
 
 def test_owner_may_change_a_standing_later() -> None:
-    placement = _placement(3, rule=Residency())
-    _use(placement, (1, 2), 0.0)
+    placement = new_placement(3, rule=Residency())
+    record_use(placement, (1, 2), 0.0)
     placement.set_standing(placement.tree.match((1, 2)).nodes[-1], Standing(pinned=True), 1.0)
     for turn in range(5):
-        _use(placement, (10 * turn, 10 * turn + 3), 2.0 + turn)
-    assert _known(placement, (1, 2)) == 2
+        record_use(placement, (10 * turn, 10 * turn + 3), 2.0 + turn)
+    assert known_tokens(placement, (1, 2)) == 2
     placement.set_standing(placement.tree.match((1, 2)).nodes[-1], Standing(expires_s=0.0), 8.0)
-    _use(placement, (8, 9), 9.0)
-    assert _known(placement, (1, 2)) == 0
+    record_use(placement, (8, 9), 9.0)
+    assert known_tokens(placement, (1, 2)) == 0
 
 
 class PlacementMachine(RuleBasedStateMachine):
@@ -290,7 +273,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.placement = _placement(4, 3)
+        self.placement = new_placement(4, 3)
         self.now_s = 0.0
 
     @rule(
@@ -300,8 +283,8 @@ class PlacementMachine(RuleBasedStateMachine):
     )
     def use(self, tokens: tuple[int, ...], wait_s: float, standing: Standing) -> None:
         self.now_s += wait_s
-        before = self.placement.tree.num_nodes + len(tokens) - _known(self.placement, tokens)
-        moves = _use(self.placement, tokens, self.now_s, standing=standing)
+        before = self.placement.tree.num_nodes + len(tokens) - known_tokens(self.placement, tokens)
+        moves = record_use(self.placement, tokens, self.now_s, standing=standing)
         assert self.placement.tree.num_nodes == before - sum(len(move.pages) for move in moves if move.to_tier is None)
 
     @invariant()

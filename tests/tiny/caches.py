@@ -29,6 +29,9 @@ LAYERS = 2
 PAGE_BYTES = LAYERS * LAYER_BYTES[F16]
 SHAPE = PageShape(LAYERS, LAYER_BYTES)
 
+Open = Callable[..., PageCache]
+"""What the fixture `opened` is: `open_cache` for a folder and a clock that the caches of a test share."""
+
 
 class Gate:
     """Some calls of a store wait until it is opened, which is soon at the latest when somebody waits for them."""
@@ -95,6 +98,15 @@ def open_cache(
     return cache
 
 
+def restarted(opened: Open, *pasts: Sequence[int], **options: Any) -> PageCache:
+    """A cache opened anew after requests for pasts, which are on disk and nowhere else."""
+    before = opened(**options)
+    for past in pasts:
+        ask(before, past)
+    before.close()
+    return opened(**options)
+
+
 class Request:
     """What a request does with a cache: takes what is known, checks it, makes the rest, and leaves it behind."""
 
@@ -145,8 +157,7 @@ class Request:
     def drop(self) -> None:
         """Ends without leaving anything."""
         self.cache.let_go(self.found)
-        for page in self.pages:
-            self.cache.pool.release(page)
+        give_back(self.cache, self.pages)
         self.pages = []
 
     def _allocate(self) -> int:
@@ -193,6 +204,13 @@ def ask(cache: PageCache, past: Sequence[int], standing: Standing = DEFAULT_STAN
     return known
 
 
+def leave_on_disk(cache: PageCache, past: Sequence[int], num_near: int = 0) -> None:
+    """One request for a past, of which all but the first pages are on disk only afterwards."""
+    ask(cache, past)
+    cache.flush()
+    cache.demote_path(cache.tree.match(past).nodes, num_near)
+
+
 def known(cache: PageCache, past: Sequence[int]) -> tuple[int, int]:
     """Tokens of a past that are known in memory, and on disk only."""
     found = cache.find(past)
@@ -201,6 +219,29 @@ def known(cache: PageCache, past: Sequence[int]) -> tuple[int, int]:
         near += found.partial_tokens
     cache.let_go(found)
     return near, found.num_tokens - near
+
+
+def node_at(cache: PageCache, past: Sequence[int], number: int) -> Any:
+    """The node of one page of a past."""
+    return cache.tree.match(past).nodes[number]
+
+
+def places(cache: PageCache, past: Sequence[int]) -> list[tuple[int, int] | None]:
+    """Where the pages of a past are on disk."""
+    return [None if node.page.place is None else tuple(node.page.place) for node in cache.tree.match(past).nodes]
+
+
+def take_pages(cache: PageCache, count: int) -> list[int]:
+    """Pages for which there is room."""
+    pages = [cache.allocate() for _ in range(count)]
+    assert None not in pages, "no room"
+    return pages  # type: ignore[return-value]
+
+
+def give_back(cache: PageCache, pages: Sequence[int]) -> None:
+    """Ends the ownership of pages."""
+    for page in pages:
+        cache.pool.release(page)
 
 
 def check_nothing_is_held(cache: PageCache) -> None:

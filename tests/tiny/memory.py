@@ -1,20 +1,30 @@
-"""Helpers for tests of the memory of the past: fixed prices, a clock to be moved, logits as they are sampled from, damage."""
+"""Helpers for tests of the memory of the past: fixed prices, clocks to be moved, answers and what they were computed from."""
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
+from headrace.engine.batch import Slice
 from headrace.engine.generation import Generation
 from headrace.engine.model import Model
+from headrace.engine.results import MissReport
 from headrace.engine.sampler import Sampled, Sampler
+from headrace.kernels.runtime import Memory
+from headrace.kv import runs
+from headrace.kv.pages import layer_bytes, page_bytes, pages_for
 from headrace.kv.prices import PriceBook
+from headrace.kv.runs import parse_header
+from headrace.model.step import MAX_STEP_TOKENS
 
 Logits = npt.NDArray[np.float32]
 
@@ -34,6 +44,9 @@ class FixedPrices(PriceBook):
         pass
 
     def written(self, num_bytes: int, seconds: float) -> None:
+        pass
+
+    def resume(self, state: object) -> None:
         pass
 
     def _line(self) -> tuple[float, float]:
@@ -58,6 +71,11 @@ class Ticks:
 
     def __call__(self) -> float:
         return self.now_s
+
+
+def plain_ids(count: int, seed: int = 0) -> list[int]:
+    """Tokens that no special token is among."""
+    return np.random.default_rng(seed).integers(5, 200, count).tolist()
 
 
 class Reference:
@@ -113,6 +131,18 @@ def answer(
     return generation
 
 
+def known_tokens(generation: Generation) -> int:
+    """Tokens of the prompt that were not computed."""
+    return generation.result.reuse.memory_tokens + generation.result.reuse.disk_tokens
+
+
+def only_miss(generation: Generation) -> MissReport:
+    """The one part of the prompt that was computed."""
+    misses = generation.result.reuse.misses
+    assert len(misses) == 1, misses
+    return misses[0]
+
+
 def crash(model: Model) -> None:
     """Ends a model as a killed process ends: what was not written is lost; only threads and files are let go of."""
     model.cache.mover.stop()
@@ -125,3 +155,58 @@ def crash(model: Model) -> None:
 def run_files(folder: Path) -> list[Path]:
     """The files of runs in a kv folder."""
     return sorted(folder.rglob("*.run"))
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk has no space for pages from here on."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(runs, "_write", full)
+
+
+def pages_on_disk(folder: Path) -> list[int]:
+    """Whole pages of each run in a kv folder, oldest first."""
+    return [parse_header(path.read_bytes()).pages_in(path.stat().st_size) for path in run_files(folder)]
+
+
+class PagedRun:
+    """Pages of one sequence of tokens, in memory of their own, and the logits of all of them."""
+
+    def __init__(self, model: Model, token_ids: list[int]) -> None:
+        self.model, self.config, self.executor = model, model.config, model._executor
+        self.layer_bytes, self.page_bytes = layer_bytes(model.config), page_bytes(model.config)
+        self.ids, self.num_pages = token_ids, pages_for(len(token_ids))
+        self.expected = model.logits(token_ids)
+        self.memory = Memory(self.num_pages * self.page_bytes)
+        self.addresses = self.page_addresses()
+        for start in range(0, len(token_ids), MAX_STEP_TOKENS):
+            self.executor.run([Slice(token_ids[start : start + MAX_STEP_TOKENS], start, self.addresses)])
+        self.whole = self.memory.bytes.copy()
+
+    def page_addresses(self) -> npt.NDArray[np.int64]:
+        """Where each page is in memory."""
+        return self.memory.address + self.page_bytes * np.arange(self.num_pages)
+
+    def page(self, index: int) -> npt.NDArray[np.uint8]:
+        """A page as it is now."""
+        return self.memory.bytes[index * self.page_bytes : (index + 1) * self.page_bytes]
+
+    def whole_page(self, index: int) -> npt.NDArray[np.uint8]:
+        """A page as it was computed."""
+        return self.whole[index * self.page_bytes : (index + 1) * self.page_bytes]
+
+    def check_step(self, part: Slice, pages: Iterable[int]) -> None:
+        """A step has the bits of the computation from nothing, and so have some pages afterwards."""
+        end = part.past_tokens + len(part.token_ids)
+        rows = self.executor.run([part])
+        assert np.array_equal(rows.view(np.uint32), self.expected[end - part.num_outputs : end].view(np.uint32))
+        for index in pages:
+            assert np.array_equal(self.page(index), self.whole_page(index))
+
+    def close(self) -> None:
+        """Waits for late threads, since the pages go."""
+        self.executor.streaming.release()
+        while not all(self.executor.team.is_free(program) for program in self.executor._programs):
+            time.sleep(0)

@@ -98,3 +98,9 @@ def set_byte(path: Path, offset: int, flip: int = 1) -> None:
         file.seek(offset)
         file.write(bytes([byte ^ flip]))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def set_page_byte(store: DiskStore, place: Place, offset: int) -> None:
+    """Flips a bit of one byte of a page, in the file that it lies in."""
+    run = store._runs[place.run]
+    set_byte(run.path, run.payload_offset + place.index * run.stride + offset)
