@@ -100,6 +100,7 @@ def open_memory(
     digest: str | None,
     memory_bytes: int,
     settings: MemorySettings | None,
+    threads: int,
     wall_clock: Callable[[], float],
 ) -> OpenedMemory:
     """Opens the memory of a model.
@@ -110,6 +111,7 @@ def open_memory(
         digest: of the model's content; without it nothing is kept on disk.
         memory_bytes: the bound of pages in memory.
         settings: bounds and formats; None: exact, in memory only.
+        threads: threads of the team.
         wall_clock: seconds since the epoch.
 
     Raises:
@@ -137,7 +139,15 @@ def open_memory(
                 raise
         else:
             sessions = SessionFiles(settings.folder, digest, limit_bytes=settings.disk_bytes)
-    cache = PageCache(pool, formats=formats, narrow=narrower, store=store, wall_clock=wall_clock, timer=time.perf_counter)
+    cache = PageCache(
+        pool,
+        formats=formats,
+        narrow=narrower,
+        store=store,
+        threads=threads,
+        wall_clock=wall_clock,
+        timer=time.perf_counter,
+    )
     return OpenedMemory(cache, sessions)
 
 

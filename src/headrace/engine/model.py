@@ -133,7 +133,7 @@ class Model:
             threads,
             progress,
         )
-        opened = open_memory(self.config, library, weights.digest, plan.kv_memory_bytes, memory, wall_clock)
+        opened = open_memory(self.config, library, weights.digest, plan.kv_memory_bytes, memory, threads, wall_clock)
         self.cache, self._session_files = opened.cache, opened.sessions
         self.digest = weights.digest or ""
         places = Places(

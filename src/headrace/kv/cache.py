@@ -26,7 +26,7 @@ from headrace.kv.disk import DISK, DiskTier, Page
 from headrace.kv.mover import CallJob, Mover, ReadJob
 from headrace.kv.pages import PagePool, format_of
 from headrace.kv.placement import Placement
-from headrace.kv.prices import PriceBook
+from headrace.kv.prices import PriceBook, read_prices, save_prices
 from headrace.kv.residency import DEFAULT_STANDING, Residency, Standing
 from headrace.kv.runs import Place
 from headrace.kv.stores import PageStore
@@ -76,6 +76,7 @@ class PageCache:
         formats: Sequence[int] = (F16,),
         narrow: Narrow | None = None,
         store: PageStore | None = None,
+        threads: int = 1,
         wall_clock: Callable[[], float],
         timer: Callable[[], float],
     ) -> None:
@@ -86,6 +87,7 @@ class PageCache:
             formats: codes of the formats of pages in memory.
             narrow: what compresses pages, needed for formats other than f16.
             store: pages on disk, if there are any.
+            threads: threads that compute, on which prices depend.
             wall_clock: seconds since the epoch, for uses that outlive the process.
             timer: seconds that only grow, for prices.
         """
@@ -97,12 +99,13 @@ class PageCache:
         disk_bytes = 0 if store is None else store.used_bytes + store.room_bytes
         most = [max(1, size // min(pool.format_bytes)) for size in (pool.limit_bytes, disk_bytes)]
         self.placement = Placement(self.tree, most, self.rule)
-        self._wall_clock, self._now_s = wall_clock, 0.0
+        self._wall_clock, self._now_s, self._threads = wall_clock, 0.0, threads
         self.mover = Mover(store, timer)
         self.disk: DiskTier | None = None
         if store is not None:
             self.disk = DiskTier(self.placement, pool, store, self.mover, self.rule, self.prices, self.counters, wall_clock)
             self.disk.attach(self.now_s())
+            self.prices.resume(read_prices(store.key_folder, threads))
 
     @property
     def formats(self) -> tuple[int, ...]:
@@ -478,6 +481,7 @@ class PageCache:
         self.mover.stop()
         if self.disk is not None:
             merge_counters(self.disk.store.key_folder, self.counters)
+            save_prices(self.disk.store.key_folder, self._threads, self.prices)
             self.disk.store.close()
 
     def check(self) -> None:

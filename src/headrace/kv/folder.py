@@ -3,7 +3,8 @@
     <kv folder>/lock                       held by whoever adds files
                 writes.json                bytes written today
                 sessions/<model>/*.json    `sessions.py`
-                pages/<key>/key.json, counters.json, *.run, *.partial    `keys.py`, `counters.py`, `runs.py`
+                pages/<key>/key.json, counters.json    `keys.py`, `counters.py`
+                            prices.json, *.run, *.partial    `prices.py`, `runs.py`
 
 Files are added under the lock only, so the bytes counted under it are those that bounds are compared with, and a partial
 file seen under it was left by a process that is gone. Folders and files can be read by their owner only: pages and sessions

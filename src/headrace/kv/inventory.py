@@ -177,7 +177,7 @@ def clear(folder: Path, *, model: str | None, with_sessions: bool = True) -> int
         key = read_key(each)
         if model is None or _slug(model) in _slug(key.model if key is not None else each.name[:-17]):
             digests.add(key.model_digest[:32] if key is not None else "")
-            _empty(each, (RUN, files.PARTIAL, "key.json", "counters.json"))
+            _empty(each, (RUN, files.PARTIAL, "key.json", "counters.json", "prices.json"))
     for each in session_folders(folder) if with_sessions else ():
         if model is None or each.name in digests:
             _empty(each, (".json", files.PARTIAL))

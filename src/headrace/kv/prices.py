@@ -5,13 +5,22 @@ attention. Both are fitted by least squares over the chunks that were computed, 
 writing are seconds per byte, as moving averages: of reading those that somebody waits, of writing, which nobody waits for,
 those that the processor is taken from others. What was never measured is None: nobody guesses.
 
-Pure: seconds are measured by the caller.
+What a process has measured is where the next one begins (`read_prices`, `save_prices`), by the number of its threads: the past
+that it finds on disk has a price before it has computed anything. Seconds are measured by the caller.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+from headrace.kv.folder import read_json, write_json
 from headrace.kv.residency import Prices
 from headrace.model.step import PAGE_TOKENS
+
+_FILE = "prices.json"
 
 FORGETTING = 0.98
 """Weight of all measurements so far when a new one comes: half is forgotten after 34 chunks."""
@@ -20,6 +29,8 @@ MOVING_SHARE = 0.2
 OUTLIER_RATIO = 4.0
 """A measurement counts as no more, and no less, than so many times what was expected: a process that lost its core, or a disk
 that stalled once, must not decide what is done for the next minutes, and without being done nothing is measured again."""
+RESUMED_TOKENS = 256.0
+"""What an earlier process measured counts as one chunk of so many tokens: the first one of this process weighs as much."""
 FEWEST_TOKENS = 8
 """Chunks of fewer tokens are bound by the weights and say nothing of a prefill."""
 
@@ -65,6 +76,21 @@ class PriceBook:
         """Seconds of a processor to write bytes to disk; None before anything was written."""
         return None if self.write_s_per_byte is None else num_bytes * self.write_s_per_byte
 
+    def state(self) -> dict[str, Any]:
+        """What was measured, for `resume`."""
+        return {"compute": self._sums, "read": self.read_s_per_byte, "write": self.write_s_per_byte}
+
+    def resume(self, state: object) -> None:
+        """Begins with the `state` of an earlier process; whatever is no such state is left out."""
+        if not isinstance(state, dict):
+            return
+        sums = state.get("compute")
+        if isinstance(sums, list) and len(sums) == len(self._sums) and all(map(_is_price, sums)) and sums[0] > 0:
+            self._sums = [RESUMED_TOKENS / sums[0] * each for each in sums]
+        read, write = state.get("read"), state.get("write")
+        self.read_s_per_byte = read if _is_price(read) else None
+        self.write_s_per_byte = write if _is_price(write) else None
+
     def of_pages(self, page_bytes: int) -> Prices:
         """Prices of a page in memory and on disk, for the rule of residency.
 
@@ -98,3 +124,21 @@ def _moved(old: float | None, num_bytes: int, seconds: float) -> float | None:
 
 def _within(measured: float, expected: float) -> float:
     return min(max(measured, expected / OUTLIER_RATIO), expected * OUTLIER_RATIO)
+
+
+def _is_price(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def read_prices(key_folder: Path, threads: int) -> object:
+    """The state of prices that a process with so many threads has left, if one has."""
+    content = read_json(key_folder / _FILE)
+    return content.get(str(threads)) if isinstance(content, dict) else None
+
+
+def save_prices(key_folder: Path, threads: int, prices: PriceBook) -> None:
+    """Leaves prices for the next process. Of two that end at once one is heard; a disk that takes nothing loses them."""
+    content = read_json(key_folder / _FILE)
+    kept = content if isinstance(content, dict) else {}
+    with contextlib.suppress(OSError):
+        write_json(key_folder / _FILE, {**kept, str(threads): prices.state()})
