@@ -20,7 +20,7 @@ from headrace.kernels.library import entry_name, seal
 
 def kernel_function(name: str) -> Callable[[int, int, int], None]:
     """The Python function of a kernel: 'matmul:Q4_1', 'attention:3' (heads in a group), 'rows', ..."""
-    from headrace.kernels import attention, choose, embed, matmul, pages, probes, rope, rows, team
+    from headrace.kernels import attention, choose, embed, flat, matmul, pages, probes, rope, rows, sample, team
     from headrace.kernels.page_formats import FORMAT_NAMES
 
     plain: dict[str, Callable[[int, int, int], None]] = {
@@ -37,6 +37,8 @@ def kernel_function(name: str) -> Callable[[int, int, int], None]:
         "find.commit": choose.commit_find,
         "choose": choose.choose,
         "choose.commit": choose.commit_choose,
+        "choose.draw": sample.draw,
+        "choose.draw_flat": flat.draw_flat,
         "team.run_step": team.run_step,
         "team.work": team.work,
         "probes.read": probes.read,

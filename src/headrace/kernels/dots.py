@@ -28,6 +28,7 @@ from headrace.kernels.tiles import (
     add_ints,
     add_tiles,
     dot4_narrow,
+    dot4_narrow_ordered,
     dot4_signed,
     dot4_unsigned,
     finish_signed,
@@ -129,41 +130,48 @@ def _step4(total: Any, weights: int, x: int, stride: int, j: int) -> Any:
 
 
 @inline
-def _low5(nibbles: Any, high: Any, j: int) -> Any:
-    """5-bit weights of columns 4j.. of a vector of nibbles and one of high bits."""
-    return mask_bytes(nibbles, 15) | _high_to_bit4(high, j)
+def _low5(weights: int, high: Any, j: int) -> Any:
+    """5-bit weights of columns 4j.. of a sub-block of 32."""
+    return mask_bytes(load_bytes(weights + 64 * j), 15) | _high_to_bit4(high, j)
 
 
 @inline
-def _top5(nibbles: Any, high: Any, j: int) -> Any:
+def _top5(weights: int, high: Any, j: int) -> Any:
     """5-bit weights of columns 16 + 4j.. ."""
-    return shift_bytes_right(nibbles, 4) | _high_to_bit4(high, j + 4)
+    return shift_bytes_right(load_bytes(weights + 64 * j), 4) | _high_to_bit4(high, j + 4)
 
 
 @inline
-def _step5(first: Any, second: Any, weights: int, high: Any, x: int, stride: int, j: int) -> Any:
-    """8 columns of 5-bit weights; the halves are apart where a narrow sum holds only 4 products of them."""
-    nibbles = load_bytes(weights + 64 * j)
-    first = dot4_narrow(first, _low5(nibbles, high, j), x + 4 * j, stride)
-    return first, dot4_narrow(second, _top5(nibbles, high, j), x + 16 + 4 * j, stride)
+def _step5(total: Any, weights: int, high: Any, x: int, stride: int, j: int) -> Any:
+    """8 columns of 5-bit weights, where sums are wide."""
+    total = dot4_narrow(total, _low5(weights, high, j), x + 4 * j, stride)
+    return dot4_narrow(total, _top5(weights, high, j), x + 16 + 4 * j, stride)
 
 
 @inline
-def _step5_wide(total: Any, weights: int, high: Any, x: int, stride: int, j: int) -> Any:
-    """The same into one sum, where sums are wide."""
-    nibbles = load_bytes(weights + 64 * j)
-    total = dot4_narrow(total, _low5(nibbles, high, j), x + 4 * j, stride)
-    return dot4_narrow(total, _top5(nibbles, high, j), x + 16 + 4 * j, stride)
+def _step5_apart(first: Any, second: Any, weights: int, high: Any, x: int, stride: int, j: int) -> Any:
+    """The same into two sums, where a narrow one holds only 4 products."""
+    first = dot4_narrow_ordered(first, _low5(weights, high, j), x + 4 * j, stride)
+    return first, dot4_narrow_ordered(second, _top5(weights, high, j), x + 16 + 4 * j, stride)
+
+
+@inline
+def _low6(weights: int, pairs: Any, j: int) -> Any:
+    """6-bit weights of columns 4j.. of a sub-block."""
+    return mask_bytes(load_bytes(weights + 64 * j), 15) | shift_bytes_left(_field2(pairs, j), 4)
+
+
+@inline
+def _top6(weights: int, pairs: Any, j: int) -> Any:
+    """6-bit weights of columns 16 + 4j.. ."""
+    return shift_bytes_right(load_bytes(weights + 64 * j), 4) | shift_bytes_left(_field2(pairs, j), 4)
 
 
 @inline
 def _step6(first: Any, second: Any, weights: int, low_pairs: Any, high_pairs: Any, x: int, stride: int, j: int) -> Any:
     """8 columns of 6-bit weights."""
-    nibbles = load_bytes(weights + 64 * j)
-    low = mask_bytes(nibbles, 15) | shift_bytes_left(_field2(low_pairs, j), 4)
-    first = dot4_unsigned(first, low, x + 4 * j, stride)
-    top = shift_bytes_right(nibbles, 4) | shift_bytes_left(_field2(high_pairs, j), 4)
-    second = dot4_unsigned(second, top, x + 16 + 4 * j, stride)
+    first = dot4_unsigned(first, _low6(weights, low_pairs, j), x + 4 * j, stride)
+    second = dot4_unsigned(second, _top6(weights, high_pairs, j), x + 16 + 4 * j, stride)
     return first, second
 
 
@@ -179,29 +187,52 @@ def _step3(first: Any, second: Any, low_pairs: Any, high_pairs: Any, high: Any, 
 
 def _block_function(rows: int, five_bits: bool) -> Callable[..., Any]:
     """The integer sums of 32 columns of 4- or 5-bit weights. Steps are written out: their shifts are constants."""
-    narrow = _level.current().name == "avx2"
 
     @inline
-    def block(weights: int, high_bits: int, x: int, stride: int) -> Any:
-        if five_bits and not narrow:
-            high = load_bytes(high_bits)
-            total = _step5_wide(zero_narrow(rows), weights, high, x, stride, 0)
-            total = _step5_wide(total, weights, high, x, stride, 1)
-            total = _step5_wide(total, weights, high, x, stride, 2)
-            return widen(_step5_wide(total, weights, high, x, stride, 3))
-        if five_bits:
-            high = load_bytes(high_bits)
-            first, second = _step5(zero_narrow(rows), zero_narrow(rows), weights, high, x, stride, 0)
-            first, second = _step5(first, second, weights, high, x, stride, 1)
-            first, second = _step5(first, second, weights, high, x, stride, 2)
-            first, second = _step5(first, second, weights, high, x, stride, 3)
-            return add_ints(widen(first), widen(second))
+    def four(weights: int, high_bits: int, x: int, stride: int) -> Any:
         total = _step4(zero_narrow(rows), weights, x, stride, 0)
         total = _step4(total, weights, x, stride, 1)
         total = _step4(total, weights, x, stride, 2)
         return widen(_step4(total, weights, x, stride, 3))
 
-    return block
+    @inline
+    def five(weights: int, high_bits: int, x: int, stride: int) -> Any:
+        high = load_bytes(high_bits)
+        total = _step5(zero_narrow(rows), weights, high, x, stride, 0)
+        total = _step5(total, weights, high, x, stride, 1)
+        total = _step5(total, weights, high, x, stride, 2)
+        return widen(_step5(total, weights, high, x, stride, 3))
+
+    @inline
+    def five_in_halves(weights: int, high_bits: int, x: int, stride: int) -> Any:
+        # a narrow sum holds 4 products; one half after the other keeps only one sum of each row in registers
+        high = load_bytes(high_bits)
+        first = dot4_narrow(zero_narrow(rows), _low5(weights, high, 0), x, stride)
+        first = dot4_narrow(first, _low5(weights, high, 1), x + 4, stride)
+        first = dot4_narrow(first, _low5(weights, high, 2), x + 8, stride)
+        first = dot4_narrow(first, _low5(weights, high, 3), x + 12, stride)
+        ints = widen(first)
+        second = dot4_narrow(zero_narrow(rows), _top5(weights, high, 0), x + 16, stride)
+        second = dot4_narrow(second, _top5(weights, high, 1), x + 20, stride)
+        second = dot4_narrow(second, _top5(weights, high, 2), x + 24, stride)
+        second = dot4_narrow(second, _top5(weights, high, 3), x + 28, stride)
+        return add_ints(ints, widen(second))
+
+    @inline
+    def five_by_turns(weights: int, high_bits: int, x: int, stride: int) -> Any:
+        # one row has registers for both sums, so that each vector of nibbles is loaded once
+        high = load_bytes(high_bits)
+        first, second = _step5_apart(zero_narrow(rows), zero_narrow(rows), weights, high, x, stride, 0)
+        first, second = _step5_apart(first, second, weights, high, x, stride, 1)
+        first, second = _step5_apart(first, second, weights, high, x, stride, 2)
+        first, second = _step5_apart(first, second, weights, high, x, stride, 3)
+        return add_ints(widen(first), widen(second))
+
+    if not five_bits:
+        return four
+    if _level.current().name != "avx2":
+        return five
+    return five_by_turns if rows == 1 else five_in_halves
 
 
 def _nibble_unit(rows: int, name: str) -> Callable[..., Any]:
@@ -265,10 +296,36 @@ def _k45_unit(rows: int, name: str) -> Callable[..., Any]:
     return unit
 
 
+def _k6_sums(rows: int) -> Callable[..., Any]:
+    """The integer sums of the two halves of 32 columns of 6-bit weights."""
+
+    @inline
+    def together(w: int, low: Any, high: Any, x: int, stride: int) -> Any:
+        first, second = _step6(zero_ints(rows), zero_ints(rows), w, low, high, x, stride, 0)
+        first, second = _step6(first, second, w, low, high, x, stride, 1)
+        first, second = _step6(first, second, w, low, high, x, stride, 2)
+        return _step6(first, second, w, low, high, x, stride, 3)
+
+    @inline
+    def one_after_the_other(w: int, low: Any, high: Any, x: int, stride: int) -> Any:
+        # a narrow sum holds 2 products of 6-bit weights; only one sum of each row is in registers at a time
+        one = dot4_narrow(zero_narrow(rows), _low6(w, low, 0), x, stride)
+        one = widen(dot4_narrow(one, _low6(w, low, 1), x + 4, stride))
+        two = dot4_narrow(zero_narrow(rows), _low6(w, low, 2), x + 8, stride)
+        first = add_ints(one, widen(dot4_narrow(two, _low6(w, low, 3), x + 12, stride)))
+        one = dot4_narrow(zero_narrow(rows), _top6(w, high, 0), x + 16, stride)
+        one = widen(dot4_narrow(one, _top6(w, high, 1), x + 20, stride))
+        two = dot4_narrow(zero_narrow(rows), _top6(w, high, 2), x + 24, stride)
+        return first, add_ints(one, widen(dot4_narrow(two, _top6(w, high, 3), x + 28, stride)))
+
+    return one_after_the_other if _level.current().name == "avx2" and rows > 1 else together
+
+
 def _k6_unit(rows: int, name: str) -> Callable[..., Any]:
     """Q6_K: 16 signed 8-bit scales, each for 16 columns."""
     layout = PACKED[name]
     pairs_at, scales_at, d_at = layout.offset("pairs"), layout.offset("scales"), layout.offset("d")
+    both = _k6_sums(rows)
 
     @inline
     def unit(sums: Any, weights: int, columns: int, stride: int, records: int) -> Any:
@@ -277,10 +334,7 @@ def _k6_unit(rows: int, name: str) -> Callable[..., Any]:
             w, x, record, scales = weights + 256 * b, columns + 32 * b, records + 16 * b, weights + scales_at + 32 * b
             low = load_bytes(weights + pairs_at + 128 * b)
             high = load_bytes(weights + pairs_at + 128 * b + 64)
-            first, second = _step6(zero_ints(rows), zero_ints(rows), w, low, high, x, stride, 0)
-            first, second = _step6(first, second, w, low, high, x, stride, 1)
-            first, second = _step6(first, second, w, low, high, x, stride, 2)
-            first, second = _step6(first, second, w, low, high, x, stride, 3)
+            first, second = both(w, low, high, x, stride)
             first = subtract_offset(first, 32, record + 12, stride)
             second = subtract_offset(subtract_offset(second, 32, record + 8, stride), -32, record + 12, stride)
             first = scale_ints(first, load_i8_ints(scales))
@@ -390,14 +444,20 @@ _MAKERS: dict[str, Callable[[int, str], Callable[..., Any]]] = {
 }
 
 
-_TWO_SUMS = ("Q2_K", "Q3_K", "Q6_K", "F32", "F16", "BF16")
+# What is left over after the largest tiles is one tile, or four rows and then one. A level that is there to run anywhere
+# is not worth the time that these take to compile.
+_SMALL_TILES = (4, 3, 2, 1)
+_TWO_SUMS = ("Q2_K", "Q3_K", "F32", "F16", "BF16")
 
 
-def tile_rows(name: str) -> int:
-    """Rows of activations in a tile of a format: fewer where each row needs two sums in registers."""
+def tile_sizes(name: str) -> tuple[int, ...]:
+    """Rows of activations in the tiles of a format, largest first: fewer where each row needs two sums in registers."""
     level = _level.current()
-    two_sums = name in _TWO_SUMS or (level.name == "avx2" and name.startswith("Q5"))
-    return level.tile_tokens_two_sums if two_sums else level.tile_tokens
+    two_sums = name in _TWO_SUMS or (name == "Q6_K" and level.name != "avx2")
+    most = level.tile_tokens_two_sums if two_sums else level.tile_tokens
+    if level.name == "portable":
+        return most, 1
+    return (most, *(rows for rows in _SMALL_TILES if rows < most))
 
 
 def unit_function(name: str, rows: int) -> Callable[..., Any]:

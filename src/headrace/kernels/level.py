@@ -1,7 +1,7 @@
 """CPU levels: which instructions the kernels may use, chosen from the host's features.
 
 One kernel source serves every level. It is written over 512-bit logical vectors, which LLVM splits into the registers
-that the level has; only the handful of primitives in `dot.py` differ between levels.
+that the level has; only the handful of primitives that ask for `level.current()` differ between levels.
 
 The level of a compilation is process-wide state, set once by the compiling process before any kernel is compiled.
 Does not know what the kernels compute.

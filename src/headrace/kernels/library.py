@@ -126,7 +126,8 @@ class KernelLibrary:
             except OSError as error:
                 raise StorageError(
                     f"cannot keep compiled kernels in {self.folder}: {error.strerror}; set HEADRACE_HOME to a folder "
-                    "that can be written, or use --no-cache"
+                    "that can be written, or use cache=False",
+                    arguments=("cache",),
                 ) from error
             self._compile(absent, processes, progress)
         self._load([name for name in names if name not in self._addresses])
@@ -227,7 +228,8 @@ class KernelLibrary:
             content = self._read(name)
             if content is None:
                 raise KernelError(
-                    f"the kernel {name} cannot be read back from {self.folder}: check the disk, or use --no-cache"
+                    f"the kernel {name} cannot be read back from {self.folder}: check the disk, or use cache=False",
+                    arguments=("cache",),
                 )
             self._engine.add_object_file(llvm.ObjectFileRef.from_data(self._objects.pop(name)))
         self._engine.finalize_object()
@@ -236,7 +238,7 @@ class KernelLibrary:
 
 
 _SLOW_PRODUCTS = ("matmul:Q6_K", "matmul:Q5_K", "matmul:Q3_K", "matmul:Q2_K", "matmul:Q4_K", "matmul:Q5_0", "matmul:")
-_SLOW = ("attention:", "rows", *_SLOW_PRODUCTS)
+_SLOW = ("attention:", "rows", "choose.draw", *_SLOW_PRODUCTS)
 
 
 def _balance(names: list[str], processes: int) -> list[list[str]]:

@@ -3,7 +3,7 @@
     out[t, n] = sum over k of weights[n, k] * activations[t, k]        t in tokens, n in rows of the matrix
 
 A block is some groups of 16 rows for some tokens. For each group the tokens are taken in tiles, so its weights are
-read once from memory and again from the nearest cache; what is left over is taken row by row, with the same bits.
+read once from memory and again from the nearest cache; what is left over is taken in smaller tiles, with the same bits.
 
 With an activation function the matrix holds groups of gate rows and up rows in turn, and out[t, n] is
 f(gate[t, n]) * up[t, n], with half as many columns.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from headrace.kernels.dots import inline, tile_rows, unit_function
+from headrace.kernels.dots import inline, tile_sizes, unit_function
 from headrace.kernels.fields.matmul import (
     ACTIVATION,
     BLOCK_GROUPS,
@@ -53,64 +53,82 @@ def block_range(op: int, block: int) -> Any:
 
 def compute_function(name: str) -> Callable[[int, int, int], None]:
     """The compute function for one packed format."""
-    layout = PACKED[name]
-    tile = tile_rows(name)
-    one_row, more_rows = unit_function(name, 1), unit_function(name, tile)
-    unit_bytes = layout.unit_bytes
-    lines = min(unit_bytes // 64, 16) + 1
-    column_step = layout.unit_columns * (1 if layout.integer_activations else 4)
-    record_step = layout.unit_columns // 32 * 16 if layout.integer_activations else 0
-
-    @inline
-    def one(weights: int, units: int, x: int, records: int, out: int) -> None:
-        sums = zero_floats(1)
-        for _ in range(units):
-            for line in range(lines):
-                prefetch(weights + PREFETCH_BYTES + 64 * line)
-            sums = one_row(sums, weights, x, 0, records)
-            weights += unit_bytes
-            x += column_step
-            records += record_step
-        store_tile(sums, out, 0)
-
-    @inline
-    def many(weights: int, units: int, x: int, stride: int, records: int, out: int, out_stride: int) -> None:
-        sums = zero_floats(tile)
-        for _ in range(units):
-            sums = more_rows(sums, weights, x, stride, records)
-            weights += unit_bytes
-            x += column_step
-            records += record_step
-        store_tile(sums, out, out_stride)
+    unit_bytes = PACKED[name].unit_bytes
+    all_rows = _no_rows
+    for rows in reversed(tile_sizes(name)):
+        all_rows = _in_tiles(rows, _tile_function(name, rows), all_rows)
+    multiply = all_rows
 
     def compute(op: int, block: int, scratch: int) -> None:
         g0, g1, t0, t1 = block_range(op, block)
         units = load_i64(op + UNITS)
         stride = load_i64(op + INPUT_STRIDE)
         records = load_i64(op + RECORDS)
-        first = load_i64(op + INPUT) + t0 * stride
+        x = load_i64(op + INPUT) + t0 * stride
         weights = load_i64(op + WEIGHTS) + g0 * units * unit_bytes
         row_bytes = (g1 - g0) * 64
         for g in range(g1 - g0):
-            x = first
-            out = scratch + 64 * g
-            left = t1 - t0
-            while left >= tile:
-                many(weights, units, x, stride, x + records, out, row_bytes)
-                x += tile * stride
-                out += tile * row_bytes
-                left -= tile
-            while left > 0:
-                one(weights, units, x, x + records, out)
-                x += stride
-                out += row_bytes
-                left -= 1
+            multiply(weights, units, x, stride, records, scratch + 64 * g, row_bytes, t1 - t0, 1)
             weights += units * unit_bytes
         activation = load_i64(op + ACTIVATION)
         if activation != NONE:
             _gate(scratch, (t1 - t0) * (g1 - g0) // 2, activation)
 
     return compute
+
+
+def _tile_function(name: str, rows: int) -> Callable[..., None]:
+    """A group of weights times one tile of `rows` rows of activations."""
+    layout = PACKED[name]
+    unit = unit_function(name, rows)
+    unit_bytes = layout.unit_bytes
+    lines = unit_bytes // 64 + 1
+    column_step = layout.unit_columns * (1 if layout.integer_activations else 4)
+    record_step = layout.unit_columns // 32 * 16 if layout.integer_activations else 0
+    always_ahead = rows < 4  # the first tile, or the last one after many: not worth a second loop in machine code
+
+    @inline
+    def one_tile(weights: int, units: int, x: int, stride: int, records: int, out: int, out_stride: int, ahead: int) -> None:
+        sums = zero_floats(rows)
+        for _ in range(units):
+            if always_ahead or ahead != 0:
+                for line in range(lines):
+                    prefetch(weights + PREFETCH_BYTES + 64 * line)
+            sums = unit(sums, weights, x, stride, records)
+            weights += unit_bytes
+            x += column_step
+            records += record_step
+        store_tile(sums, out, out_stride)
+
+    return one_tile
+
+
+@inline
+def _no_rows(
+    weights: int, units: int, x: int, stride: int, records: int, out: int, out_stride: int, left: int, ahead: int
+) -> None:
+    """What follows the smallest tile, which has one row."""
+
+
+def _in_tiles(rows: int, one_tile: Callable[..., None], smaller: Callable[..., None]) -> Callable[..., None]:
+    """A group of weights times `left` rows of activations: tiles of `rows` rows, the rest in smaller ones.
+
+    Only the first tile asks for weights ahead: for the others they are in the cache.
+    """
+
+    @inline
+    def multiply(
+        weights: int, units: int, x: int, stride: int, records: int, out: int, out_stride: int, left: int, ahead: int
+    ) -> None:
+        while left >= rows:
+            one_tile(weights, units, x, stride, x + records, out, out_stride, ahead)
+            x += rows * stride
+            out += rows * out_stride
+            left -= rows
+            ahead = 0
+        smaller(weights, units, x, stride, records, out, out_stride, left, ahead)
+
+    return multiply
 
 
 @inline

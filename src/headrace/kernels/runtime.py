@@ -70,7 +70,8 @@ def round_up(value: int, multiple: int) -> int:
 class Program:
     """One step's operations, stamps, flags and tables in one piece of memory.
 
-    `ops` is int64 [num_ops, OP_FIELDS]; `tables` is free int64 space that operations may point into.
+    `ops` is int64 [num_ops, OP_FIELDS], `stamps` int64 [num_ops + 1]; `tables` is free int64 space that operations may
+    point into. A program can be used for fewer operations than it has room for.
     """
 
     def __init__(self, num_ops: int, num_flags: int, table_words: int) -> None:
@@ -80,11 +81,17 @@ class Program:
         self.memory = Memory(tables_at + 8 * table_words)
         self.address = self.memory.address
         self.num_flags = num_flags
-        self.ops = self.memory.words(layout.HEADER_BYTES, num_ops * OP_FIELDS).reshape(num_ops, OP_FIELDS)
-        self.stamps = self.memory.words(self._stamps_at, num_ops + 1)
+        self._room = num_ops
+        self.resize(num_ops)
         self.tables = self.memory.words(tables_at, table_words)
         self.tables_address = self.address + tables_at
         self.serial = 0
+
+    def resize(self, num_ops: int) -> None:
+        """Uses the program for its first `num_ops` operations only; records beyond them are kept."""
+        assert num_ops <= self._room, "the program was sized for fewer operations"
+        self.ops = self.memory.words(layout.HEADER_BYTES, num_ops * OP_FIELDS).reshape(num_ops, OP_FIELDS)
+        self.stamps = self.memory.words(self._stamps_at, num_ops + 1)
         header = self.memory.words(0, 3)
         header[:] = (self.address + layout.HEADER_BYTES, num_ops, self.address + self._stamps_at)
 

@@ -234,7 +234,7 @@ def _half_type(vector_type: Any) -> Any:
     return ir.VectorType(vector_type.element, vector_type.count // 2)
 
 
-def _dot(emit: Callable[[Any, Any, Any, Any], Any]) -> Any:
+def _dot(emit: Callable[[Any, Any, Any, Any], Any], *, fewest_ordered: int = 2) -> Any:
     @intrinsic
     def dot(typing_context: Any, tile: Any, weights: Any, address: Any, stride: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -245,7 +245,7 @@ def _dot(emit: Callable[[Any, Any, Any, Any], Any]) -> Any:
                 return emit(builder, total, w, builder.bitcast(x, Bytes.llvm))
 
             result = _map_rows(builder, tile, value, tile, each)
-            if _level.current().name in ("avx2", "avx512") and tile.rows > 1:
+            if _level.current().name in ("avx2", "avx512") and tile.rows >= fewest_ordered:
                 result = _map_rows(builder, tile, result, tile, lambda row, total: _keep_order(builder, total))
             return result
 
@@ -257,6 +257,7 @@ def _dot(emit: Callable[[Any, Any, Any, Any], Any]) -> Any:
 dot4_unsigned = _dot(_dot_unsigned)
 dot4_signed = _dot(_dot_signed)
 dot4_narrow = _dot(_dot_narrow)
+dot4_narrow_ordered = _dot(_dot_narrow, fewest_ordered=1)  # where even one row needs most registers
 
 
 @intrinsic
