@@ -14,11 +14,9 @@ from headrace.kernels.page_formats import F16, Q4, Q8, used_bytes
 from headrace.model.step import (
     MAX_STEP_TOKENS,
     PAGE_TOKENS,
-    AttentionParts,
     LedgerTotals,
     SequenceStep,
     StepLedger,
-    attention_parts,
     states_buffer_bytes,
 )
 from tiny.models import TinySpec
@@ -96,16 +94,6 @@ def test_ledger_counts_the_bytes_of_each_pages_format(make_plan: Callable[..., P
     rows = StepLedger(config, plan.graph, 1).rows([SequenceStep(1, 1000, page_formats=formats)])
     read = [row.kv_read_bytes for row in rows if row.operation == "attention"]
     assert read == [2 * q8 + 2 * f16] * 5 + [20 * q4 + 10 * q8 + 2 * f16]
-
-
-def test_attention_is_shared_out_over_all_tokens_and_segments(make_plan: Callable[..., Plan]) -> None:
-    config = make_plan(TinySpec()).config
-    rows = 48 // config.group
-    assert attention_parts(config, SequenceStep(1, 0), 0, 2, 1 << 20) == AttentionParts(rows, 1, 0, 1, False)
-    assert attention_parts(config, SequenceStep(1, 700), 0, 2, 1 << 20) == AttentionParts(rows, 1, 0, 3, True)
-    assert attention_parts(config, SequenceStep(1, 700), 0, 2, 0).split is False
-    assert attention_parts(config, SequenceStep(1, 700), 100, 2, 1 << 20) == AttentionParts(rows, 1, 2, 1, False)
-    assert attention_parts(config, SequenceStep(256, 0), 0, 1, 1 << 20) == AttentionParts(rows, -(-256 // rows), 0, 1, False)
 
 
 def test_states_buffer_holds_the_largest_step(make_plan: Callable[..., Plan]) -> None:

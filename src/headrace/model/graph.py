@@ -13,6 +13,7 @@ A step takes T new tokens (rows) of any sequences. Buffers hold one row per toke
     hidden      quantised [F]
     last        quantised [E]  one row per token whose logits are wanted
     logits      float32 [V]
+    scores      float32 [V]    logits with biases, penalties and mask, of the rows that have any
 """
 
 from __future__ import annotations
@@ -98,16 +99,16 @@ class Merge(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Find(Operation):
-    """The largest logit of each part of a row, see `kernels/choose.py`."""
+    """Edits the logits of each part of a row and finds the largest, see `kernels/choose.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choose(Operation):
-    """The most likely token, for the step that follows."""
+    """The token that follows each row, the most likely one or one that is drawn."""
 
 
-def greedy_graph(graph: tuple[Operation, ...]) -> tuple[Operation, ...]:
-    """A step that also chooses the most likely token."""
+def choosing_graph(graph: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """A step that also chooses the tokens that follow."""
     return (*graph, Find(name="choose", layer=-1), Choose(name="choose", layer=-1))
 
 

@@ -1,7 +1,7 @@
 """The step and its ledger: for any batch, what each operation computes and which bytes it moves.
 
-Every reader of a step shares these rows: the engine fills in measured time, `explain` compares them with the machine,
-`plan` prices them elsewhere, `fabric` maps the kernels behind them.
+Every reader of a step shares these rows: the engine books them for each answer, with the time that was measured for each
+operation (`engine/accounts.py`), and `headrace run --stats` and `bench` show them beside the machine's bandwidth.
 
 Bytes are those that an operation's kernel touches outside its thread's own scratch, each address once per operation;
 a test counts them by an instrumented build. Two things are taken as a whole: the 16-byte record of a block of quantised
@@ -16,34 +16,47 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
+from headrace.kernels.fields.choose import STRETCH
 from headrace.kernels.packed import quantised_row_bytes
 from headrace.kernels.page_formats import F16, FORMAT_NAMES, used_bytes
 from headrace.kernels.tables import SEGMENT_TOKENS, state_bytes
+from headrace.model.attention_parts import MAX_STEP_TOKENS, PAGE_TOKENS, attention_parts, states_buffer_bytes
 from headrace.model.config import ModelConfig
 from headrace.model.graph import Attention, Choose, Embed, Find, Merge, Operation, Product, Rope, Rows, activation_row_bytes
 
-PAGE_TOKENS = 32
-"""Tokens in a page of keys and values."""
-ATTENTION_ROWS = 48  # query rows in a block of attention, about
-_BLOCKS_PER_THREAD = 4
-MAX_STEP_TOKENS = 256
-_MIN_STATES_BYTES = 16 << 20
-CHOICE_PARTS = 16  # blocks that look for the most likely token
+__all__ = [
+    "CHOICE_PARTS",
+    "MAX_STEP_TOKENS",
+    "PAGE_TOKENS",
+    "LedgerRow",
+    "LedgerTotals",
+    "SequenceStep",
+    "StepLedger",
+    "choice_part",
+    "states_buffer_bytes",
+]
+CHOICE_PARTS = 16  # blocks that look at each row of logits whose token is chosen
 
 
 @dataclass(frozen=True)
 class SequenceStep:
     """One sequence's part of a step: `new_tokens` on top of `past_tokens`, logits of the last `outputs` of them.
 
-    `chosen`: the step also chooses the most likely token. `page_formats`: the formats of the sequence's pages, from the
-    first one on; pages that are not named are f16, as those are that new tokens go to.
+    `chosen`: the step also chooses the tokens that follow; `edited`: from logits with biases, penalties or a mask.
+    `page_formats`: the formats of the sequence's pages, from the first one on; pages that are not named are f16, as those
+    are that new tokens go to. `shared_pages`: the leading pages that are the same as those of the sequence before it in the
+    batch.
     """
 
     new_tokens: int
     past_tokens: int = 0
     outputs: int = 1
     chosen: bool = False
+    edited: bool = False
     page_formats: tuple[int, ...] = ()
+    shared_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,43 +106,9 @@ class LedgerTotals:
         )
 
 
-@dataclass(frozen=True)
-class AttentionParts:
-    """How one sequence's attention is shared out in layers of one window.
-
-    `tiles` blocks of `tile_tokens` tokens for each KV head, over segments [first_segment, first_segment + segments) of
-    256 tokens; each segment is a block of its own if `split`.
-    """
-
-    tile_tokens: int
-    tiles: int
-    first_segment: int
-    segments: int
-    split: bool
-
-    @property
-    def states(self) -> int:
-        """Partial states of each row."""
-        return self.segments if self.split else 1
-
-
-def states_buffer_bytes(config: ModelConfig) -> int:
-    """Room for attention's partial states: one for each token of the largest step, and enough to split long pasts."""
-    return max(MAX_STEP_TOKENS * config.heads * state_bytes(config.head_width), _MIN_STATES_BYTES)
-
-
-def attention_parts(
-    config: ModelConfig, part: SequenceStep, window: int, threads: int, states_budget_bytes: int
-) -> AttentionParts:
-    """Shares out attention: segments become blocks of their own where tiles alone would leave threads idle."""
-    tile_tokens = max(1, ATTENTION_ROWS // config.group)
-    tiles = -(-part.new_tokens // tile_tokens)
-    last = part.past_tokens + part.new_tokens - 1
-    first_segment = max(0, part.past_tokens - window + 1) // SEGMENT_TOKENS if window else 0
-    segments = last // SEGMENT_TOKENS + 1 - first_segment
-    extra = (segments - 1) * part.new_tokens * config.heads * state_bytes(config.head_width)
-    few = tiles * config.kv_heads < _BLOCKS_PER_THREAD * threads
-    return AttentionParts(tile_tokens, tiles, first_segment, segments, few and segments > 1 and extra <= states_budget_bytes)
+def choice_part(vocabulary: int) -> int:
+    """Values in a part of a row of logits."""
+    return -(-vocabulary // (CHOICE_PARTS * STRETCH)) * STRETCH
 
 
 class StepLedger:
@@ -146,6 +125,7 @@ class StepLedger:
             for page_format in range(len(FORMAT_NAMES))
         )
         self._fixed = lru_cache(maxsize=1024)(self._fixed_totals)
+        self._shared_out = lru_cache(maxsize=1024)(self._share_out)
 
     def rows(self, batch: Sequence[SequenceStep]) -> tuple[LedgerRow, ...]:
         """One row per operation, in the order of the step; choosing a token only where it is done."""
@@ -154,7 +134,8 @@ class StepLedger:
     def totals(self, batch: Sequence[SequenceStep]) -> LedgerTotals:
         """The sum of `rows`, quicker: what does not depend on the past is remembered."""
         tokens = sum(part.new_tokens for part in batch)
-        total = self._fixed(tokens, sum(part.outputs for part in batch), any(part.chosen for part in batch))
+        chosen = tuple(sum(part.outputs for part in batch if part.chosen and part.edited == edited) for edited in (False, True))
+        total = self._fixed(tokens, sum(part.outputs for part in batch), chosen)
         for window, layers in self._attention_layers.items():
             for row in (self._attention(window, batch), self._merge_reads(window, batch)):
                 total = replace(
@@ -165,8 +146,14 @@ class StepLedger:
                 )
         return total
 
-    def _fixed_totals(self, tokens: int, outputs: int, chosen: bool) -> LedgerTotals:
-        batch = (SequenceStep(tokens, 0, outputs, chosen),)
+    def _fixed_totals(self, tokens: int, outputs: int, chosen: tuple[int, ...]) -> LedgerTotals:
+        """`chosen`: rows whose token is chosen, from logits as they are and from edited ones."""
+        plain, edited = chosen
+        batch = (
+            SequenceStep(tokens, 0, outputs - plain - edited),
+            SequenceStep(0, 0, plain, chosen=plain > 0),
+            SequenceStep(0, 0, edited, chosen=edited > 0, edited=True),
+        )
         total = LedgerTotals(steps=1)
         for op in self._graph:
             if isinstance(op, Attention) or not _takes_part(op, batch):
@@ -191,9 +178,11 @@ class StepLedger:
             reads, writes = self._merge_reads(window, batch), self._merge_writes(op, batch)
             return replace(writes, activation_bytes=reads.activation_bytes + writes.activation_bytes)
         if isinstance(op, Find):
-            return LedgerRow(op.name, op.layer, "f32", activation_bytes=4 * self._config.vocabulary)
+            # reads the logits, and writes scores where a row has edits
+            rows = sum(part.outputs * (2 if part.edited else 1) for part in batch if part.chosen)
+            return LedgerRow(op.name, op.layer, "f32", activation_bytes=4 * self._config.vocabulary * rows)
         if isinstance(op, Choose):
-            # the parts' winners lie with the program, as ids and tables do
+            # what is known of parts lies beside the activations, and how many candidates a draw looks at is up to the logits
             return LedgerRow(op.name, op.layer, "f32")
         assert isinstance(op, Embed)
         row_bytes = op.matrix.columns // op.matrix.layout.unit_columns * op.matrix.layout.unit_bytes // 16
@@ -236,35 +225,50 @@ class StepLedger:
             activation_bytes=tokens * moved,
         )
 
-    def _parts(self, window: int, batch: Sequence[SequenceStep]) -> list[AttentionParts]:
-        config, made = self._config, []
-        rows = sum(part.new_tokens for part in batch)
-        size = config.heads * state_bytes(config.head_width)
-        budget = states_buffer_bytes(config) - rows * size
-        for part in batch:
-            parts = attention_parts(config, part, window, self._threads, budget)
-            budget -= (parts.states - 1) * part.new_tokens * size
-            made.append(parts)
-        return made
+    def _states(self, window: int, batch: Sequence[SequenceStep]) -> tuple[int, ...]:
+        """How many partial states a row of each sequence has."""
+        pasts = tuple(_shared_out_alike(part, window) for part in batch)
+        return self._shared_out(
+            window, tuple(part.new_tokens for part in batch), pasts, tuple(part.shared_pages for part in batch)
+        )
+
+    def _share_out(self, window: int, new: tuple[int, ...], past: tuple[int, ...], shared: tuple[int, ...]) -> tuple[int, ...]:
+        new_tokens, pages = np.array(new, np.int64), np.array(shared, np.int64) if any(shared) else None
+        parts = attention_parts(self._config, new_tokens, np.array(past, np.int64), window, self._threads, shared_pages=pages)
+        return tuple(parts.row_counts[np.cumsum(new_tokens) - new_tokens].tolist())
 
     def _attention(self, window: int, batch: Sequence[SequenceStep]) -> LedgerRow:
         config = self._config
-        visible = read = states = 0
-        for part, parts in zip(batch, self._parts(window, batch), strict=True):
-            first, end = part.past_tokens, part.past_tokens + part.new_tokens
-            visible += _visible_tokens(first, end, window)
-            lowest = max(0, first - window + 1) if window else 0
-            read += self._read_bytes(part.page_formats, lowest // PAGE_TOKENS, (end - 1) // PAGE_TOKENS + 1)
-            states += part.new_tokens * parts.states
+        visible = states = 0
+        for part, row_states in zip(batch, self._states(window, batch), strict=True):
+            visible += _visible_tokens(part.past_tokens, part.past_tokens + part.new_tokens, window)
+            states += part.new_tokens * row_states
         tokens = sum(part.new_tokens for part in batch)
         return LedgerRow(
             "attention",
             -1,
             "f16",
             macs=2 * visible * config.heads * config.head_width,
-            kv_read_bytes=read,
+            kv_read_bytes=self._shared_bytes(window, batch)
+            if any(part.shared_pages for part in batch[1:])
+            else sum(self._read_bytes(part.page_formats, *_seen_pages(part, window)) for part in batch),
             activation_bytes=config.heads * (4 * tokens * config.head_width + states * state_bytes(config.head_width)),
         )
+
+    def _shared_bytes(self, window: int, batch: Sequence[SequenceStep]) -> int:
+        """Bytes of one layer of all pages that the sequences see, shared ones once."""
+        seen = np.zeros(max(_seen_pages(part, window)[1] for part in batch), bool)
+        read = 0
+        for part in batch:
+            # what was seen so far of pages that are this sequence's too
+            seen[part.shared_pages :] = False
+            first, end = _seen_pages(part, window)
+            fresh = first + np.flatnonzero(~seen[first:end])
+            named = [part.page_formats[page] for page in fresh[fresh < len(part.page_formats)].tolist()]
+            read += sum(self._page_bytes[page_format] for page_format in named)
+            read += (len(fresh) - len(named)) * self._page_bytes[F16]
+            seen[first:end] = True
+        return read
 
     def _read_bytes(self, page_formats: tuple[int, ...], first: int, end: int) -> int:
         """Bytes of one layer of the pages [first, end)."""
@@ -278,9 +282,9 @@ class StepLedger:
     def _merge_reads(self, window: int, batch: Sequence[SequenceStep]) -> LedgerRow:
         """Maximum and sum of every state, and the output of those that are not of a segment the token does not see."""
         states = outputs = 0
-        for part, shared in zip(batch, self._parts(window, batch), strict=True):
-            states += part.new_tokens * shared.states
-            outputs += _seen_segments(part, window) if shared.split else part.new_tokens
+        for part, row_states in zip(batch, self._states(window, batch), strict=True):
+            states += part.new_tokens * row_states
+            outputs += _seen_segments(part, window) if row_states > 1 else part.new_tokens
         read = self._config.heads * (8 * states + 4 * self._config.head_width * outputs)
         return LedgerRow("merge", -1, "f32", activation_bytes=read)
 
@@ -293,7 +297,26 @@ class StepLedger:
 
 
 def _takes_part(op: Operation, batch: Sequence[SequenceStep]) -> bool:
-    return not isinstance(op, Find | Choose) or any(part.chosen for part in batch)
+    """A step that needs no logits ends before them; a token is chosen only where that is said."""
+    if isinstance(op, Find | Choose):
+        return any(part.chosen and part.outputs for part in batch)
+    return not (isinstance(op, Rows | Product) and op.last_rows) or any(part.outputs for part in batch)
+
+
+def _shared_out_alike(part: SequenceStep, window: int) -> int:
+    """The shortest past with which attention is shared out as with this one, so that steps in a row look it up."""
+    past = part.past_tokens
+    if part.new_tokens > 1:
+        return past
+    # where the token begins a segment, and where its window begins to leave one or has left it
+    events = (0, window - 1, window) if window else (0,)
+    return max(event + (past - event) // SEGMENT_TOKENS * SEGMENT_TOKENS for event in events if event <= past)
+
+
+def _seen_pages(part: SequenceStep, window: int) -> tuple[int, int]:
+    """The pages [first, end) that the new tokens see something of."""
+    lowest = max(0, part.past_tokens - window + 1) if window else 0
+    return lowest // PAGE_TOKENS, (part.past_tokens + part.new_tokens - 1) // PAGE_TOKENS + 1
 
 
 def _visible_tokens(first: int, end: int, window: int) -> int:
