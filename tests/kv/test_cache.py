@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.kv.disk import DISK, Page
+from headrace.kv.books import Page
+from headrace.kv.counters import read_counters
+from headrace.kv.disk import DISK
+from headrace.kv.opening import open_cache as open_cache_of
+from headrace.kv.pages import PagePool
 from headrace.kv.residency import Standing
+from headrace.kv.stores import PageStore
 from headrace.model.step import PAGE_TOKENS
 from tiny.caches import (
+    LAYER_BYTES,
+    LAYERS,
     PAGE_BYTES,
+    SHAPE,
     Gate,
     Open,
     Request,
@@ -26,7 +35,7 @@ from tiny.caches import (
     tokens,
 )
 from tiny.memory import run_files
-from tiny.runs import disk_bytes
+from tiny.runs import disk_bytes, open_store
 
 P = PAGE_TOKENS
 PINNED = Standing(pinned=True)
@@ -366,3 +375,53 @@ def test_time_never_goes_back(clock: Ticks, opened: Open) -> None:
     assert cache.now_s() == now
     clock.now_s += 60
     assert cache.now_s() == now + 10
+
+
+def test_room_is_counted_while_pages_come_go_and_are_held(opened: Open) -> None:
+    """`check` compares the running sums with the tree."""
+    cache = opened(pages=8)
+    live = Request(cache, tokens(1, 3 * P)).grow(2 * P).share()
+    cache.check()
+    assert cache.num_room() == 6
+    ask(cache, tokens(2, 2 * P))
+    assert cache.num_room() == 6
+    cache.tree.pin(node_at(cache, tokens(2, 2 * P), 0))
+    cache.check()
+    assert cache.num_room() == 5
+    cache.tree.unpin(node_at(cache, tokens(2, 2 * P), 0))
+    live.end()
+    cache.check()
+    assert cache.num_room() == 8
+
+
+def test_store_beyond_the_disk_needs_no_folder(folder: Path) -> None:
+    """Whatever has the methods of the protocols can stand in the place of files, for pages and for what is counted."""
+
+    class Notes:
+        def __init__(self) -> None:
+            self.kept: dict[str, object] = {}
+
+        def read(self, name: str) -> object:
+            return self.kept.get(name)
+
+        def merge(self, name: str, change: Callable[[object], object]) -> bool:
+            self.kept[name] = change(self.kept.get(name))
+            return True
+
+    class Elsewhere:
+        """A store that shows what `PageStore` has, and no more."""
+
+        def __init__(self, store: Any) -> None:
+            for name in (each for each in dir(PageStore) if not each.startswith("_")):
+                if not isinstance(getattr(PageStore, name), property):
+                    setattr(self, name, getattr(store, name))
+            self.num_layers, self.used_bytes, self.room_bytes = store.num_layers, store.used_bytes, store.room_bytes
+
+    notes, past = Notes(), tokens(1, 3 * P)
+    for expected in (0, 3 * P):
+        pool = PagePool(8 * PAGE_BYTES, [LAYERS * size for size in LAYER_BYTES])
+        store: Any = Elsewhere(open_store(folder, shape=SHAPE))
+        cache = open_cache_of(pool, store=store, journal=notes, wall_clock=Ticks(), timer=lambda: 0.0)
+        assert ask(cache, past) == expected
+        cache.close()
+    assert read_counters(notes).written_bytes > 3 * PAGE_BYTES

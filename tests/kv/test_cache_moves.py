@@ -122,7 +122,7 @@ def test_compressed_page_is_not_gone_on_with(opened: Open) -> None:
     node = node_at(cache, past, 1)
     node.page.handle = cache.compressor.recode(node.page.handle, Q8)
     found = cache.find(past[:50])
-    assert (found.num_tokens, found.partial, found.unused) == (P, None, ("format changed", 18))
+    assert (found.num_tokens, found.partial, found.unused) == (P, None, ("format_changed", 18))
     cache.let_go(found)
     assert known(cache, past) == (2 * P, 0)
 
@@ -170,9 +170,13 @@ def test_live_pages_are_backed_and_let_go_of(opened: Open) -> None:
     cache = opened(pages=8)
     past = tokens(1, 4 * P + 9)
     request = Request(cache, past).grow()
-    path = cache.back(past[: 4 * P], request.pages[:4])
+    request.shared = cache.back(past[: 4 * P], request.pages[:4])
+    assert request.shared.last is not None
+    path = request.shared.last.path()
     assert [node.page.place is not None for node in path] == [True] * 4
+    cache.tree.unpin(path[-1])
     cache.demote_path(path, 0)
+    cache.tree.pin(path[-1])
     cache.check()
     assert known(cache, past) == (0, 4 * P)
     assert cache.pool.num_owned() == 5

@@ -13,7 +13,7 @@ from headrace.kv.folder import day_of
 from headrace.kv.inventory import Damage, clear, inventory, verify
 from headrace.kv.sessions import SessionFiles, SessionRecord
 from headrace.kv.store import Run, StoreKey
-from tiny.runs import KEY, NOW, STRIDE, disk_bytes, draft, open_store, pages_of, read_all, set_byte, write
+from tiny.runs import KEY, NOW, STRIDE, disk_bytes, draft, journal_of, open_store, pages_of, read_all, set_byte, write
 
 OTHER_KEY = StoreKey("Other 2B (chat)", "cd" * 32, "kernels 1a2b width 64")
 
@@ -163,7 +163,7 @@ def test_clear_removes_everything_but_the_bytes_written_today(tmp_path: Path) ->
     before = disk_bytes(tmp_path)
     freed = clear(tmp_path, model=None)
     left = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
-    assert left == ["lock", "notes.txt", "stray.json", "writes.json"]
+    assert left == ["lock", "lock", "notes.txt", "stray.json", "writes.json"]
     assert freed > 0
     assert disk_bytes(tmp_path) <= before - freed + STRIDE
     assert inventory(tmp_path).written_bytes == 7
@@ -215,25 +215,31 @@ def test_clear_under_a_running_store_is_only_a_recompute(tmp_path: Path) -> None
 def test_counters_add_up_over_processes(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     mine = Counters(lookups=2, prompt_tokens=100, saved_s=0.5)
-    mine.miss("first seen", 7)
-    assert merge_counters(store.key_folder, mine)
+    mine.miss("first_seen", 7)
+    assert merge_counters(journal_of(store), mine)
     other = Counters(lookups=1, read_bytes=4096)
-    other.miss("first seen", 3)
+    other.miss("first_seen", 3)
     other.miss("damaged", 1)
-    assert merge_counters(store.key_folder, other)
+    assert merge_counters(journal_of(store), other)
     expected = Counters(lookups=3, prompt_tokens=100, read_bytes=4096, saved_s=0.5)
-    expected.missed_tokens = {"first seen": 10, "damaged": 1}
-    assert read_counters(store.key_folder) == inventory(tmp_path).keys[0].counters == expected
+    expected.missed_tokens = {"first_seen": 10, "damaged": 1}
+    assert read_counters(journal_of(store)) == inventory(tmp_path).keys[0].counters == expected
 
 
 def test_counters_of_processes_that_end_at_once_are_all_kept(tmp_path: Path) -> None:
-    folder = open_store(tmp_path).key_folder
-    threads = [threading.Thread(target=merge_counters, args=(folder, Counters(lookups=1))) for _ in range(12)]
+    journal = journal_of(open_store(tmp_path))
+    threads = [threading.Thread(target=merge_counters, args=(journal, Counters(lookups=1))) for _ in range(12)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert read_counters(folder).lookups == 12
+    assert read_counters(journal).lookups == 12
+
+
+def test_counters_of_earlier_versions_are_added_to_the_same_reasons(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    (store.key_folder / "counters.json").write_bytes(b'{"missed_tokens": {"first seen": 5, "first_seen": 2, "damaged": 1}}')
+    assert read_counters(journal_of(store)).missed_tokens == {"first_seen": 7, "damaged": 1}
 
 
 @pytest.mark.parametrize(
@@ -241,14 +247,14 @@ def test_counters_of_processes_that_end_at_once_are_all_kept(tmp_path: Path) -> 
     [b"", b"[]", b'{"lookups": "x", "saved_s": -1, "missed_tokens": {"a": "b"}}', b'{"lookups": true}'],
 )
 def test_broken_counters_start_anew(tmp_path: Path, content: bytes) -> None:
-    folder = open_store(tmp_path).key_folder
-    (folder / "counters.json").write_bytes(content)
-    assert read_counters(folder) == Counters()
-    assert merge_counters(folder, Counters(lookups=4))
-    assert read_counters(folder).lookups == 4
+    store = open_store(tmp_path)
+    (store.key_folder / "counters.json").write_bytes(content)
+    assert read_counters(journal_of(store)) == Counters()
+    assert merge_counters(journal_of(store), Counters(lookups=4))
+    assert read_counters(journal_of(store)).lookups == 4
 
 
 def test_counters_that_cannot_be_written_are_dropped(tmp_path: Path) -> None:
-    folder = open_store(tmp_path).key_folder
-    (folder / "counters.json").mkdir()
-    assert not merge_counters(folder, Counters(lookups=4))
+    store = open_store(tmp_path)
+    (store.key_folder / "counters.json").mkdir()
+    assert not merge_counters(journal_of(store), Counters(lookups=4))

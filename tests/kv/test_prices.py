@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.kv.journal import FolderJournal
 from headrace.kv.prices import FEWEST_TOKENS, OUTLIER_RATIO, PriceBook, read_prices, save_prices
 from headrace.model.step import PAGE_TOKENS
 
@@ -14,6 +15,10 @@ BASE_S, SLOPE_S = 2e-4, 5e-8
 
 def _seconds(num_tokens: int, past_tokens: int) -> float:
     return num_tokens * (BASE_S + SLOPE_S * (past_tokens + num_tokens / 2))
+
+
+def _journal(folder: Path) -> FolderJournal:
+    return FolderJournal(folder, folder)
 
 
 def _prefilled(tokens: int = 4096, chunk: int = 256) -> PriceBook:
@@ -114,10 +119,10 @@ def test_next_process_begins_with_the_prices_of_the_last_one(tmp_path: Path) -> 
     book = _prefilled()
     book.read(10**6, 1e-3)
     book.written(10**6, 2e-3)
-    save_prices(tmp_path, 2, book)
-    save_prices(tmp_path, 4, PriceBook())
+    save_prices(_journal(tmp_path), 2, book)
+    save_prices(_journal(tmp_path), 4, PriceBook())
     again = PriceBook()
-    again.resume(read_prices(tmp_path, 2))
+    again.resume(read_prices(_journal(tmp_path), 2))
     assert again.compute_s(32, 1000) == pytest.approx(_seconds(32, 1000), rel=1e-6)
     assert (again.read_s(10**6), again.write_s(10**6)) == (pytest.approx(1e-3), pytest.approx(2e-3))
     # what is measured now weighs as much as all that was measured then
@@ -129,9 +134,9 @@ def test_next_process_begins_with_the_prices_of_the_last_one(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_prices_of_another_number_of_threads_are_not_taken(tmp_path: Path, threads: int) -> None:
-    save_prices(tmp_path, 2, _prefilled())
+    save_prices(_journal(tmp_path), 2, _prefilled())
     again = PriceBook()
-    again.resume(read_prices(tmp_path, threads))
+    again.resume(read_prices(_journal(tmp_path), threads))
     assert (again.compute_s(32, 0) is not None) == (threads == 2)
 
 
@@ -150,8 +155,8 @@ def test_prices_of_another_number_of_threads_are_not_taken(tmp_path: Path, threa
 def test_prices_that_are_damaged_are_left_out(tmp_path: Path, content: str) -> None:
     (tmp_path / "prices.json").write_text(content)
     book = PriceBook()
-    book.resume(read_prices(tmp_path, 2))
+    book.resume(read_prices(_journal(tmp_path), 2))
     assert (book.compute_s(1, 0), book.read_s(1), book.write_s(1)) == (None, None, None)
-    save_prices(tmp_path, 2, _prefilled())
-    book.resume(read_prices(tmp_path, 2))
+    save_prices(_journal(tmp_path), 2, _prefilled())
+    book.resume(read_prices(_journal(tmp_path), 2))
     assert book.compute_s(1, 0) is not None

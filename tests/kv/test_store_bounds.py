@@ -243,7 +243,7 @@ def test_folder_that_cannot_be_used_ends_in_one_sentence(tmp_path: Path, name: s
         (folder / name).mkdir()
     else:
         (folder / name).write_bytes(b"")
-    with pytest.raises(StorageError, match=r"cannot keep pages in .*kv: .*--kv-dir.*--kv-disk 0") as error:
+    with pytest.raises(StorageError, match=r"cannot keep pages in .*kv: .*kv_dir.*kv_disk=0") as error:
         open_store(folder)
     assert "\n" not in str(error.value)
 

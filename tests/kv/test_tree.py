@@ -290,7 +290,7 @@ def test_miss_says_first_seen_for_new_text_and_for_text_that_goes_on() -> None:
     for tokens in ((9, 9), (1, 2, 3, 4, 5, 6)):
         miss = tree.explain(tokens, tree.match(tokens))
         assert miss is not None
-        assert (miss.reason, miss.at_token) == ("first seen", 0 if tokens[0] == 9 else 4)
+        assert (miss.reason, miss.at_token) == ("first_seen", 0 if tokens[0] == 9 else 4)
 
 
 def test_miss_says_from_where_and_when_a_page_was_evicted() -> None:

@@ -14,15 +14,17 @@ import numpy.typing as npt
 import pytest
 
 from headrace.kernels.page_formats import F16, FORMAT_BITS
+from headrace.kv import opening
 from headrace.kv.cache import Found, PageCache
 from headrace.kv.disk import DISK
+from headrace.kv.intake import SharedPast
 from headrace.kv.pages import PagePool, format_of, pages_for
 from headrace.kv.prices import PriceBook
 from headrace.kv.residency import DEFAULT_STANDING, Standing
 from headrace.kv.runs import PageShape
 from headrace.model.step import PAGE_TOKENS
 from tiny.memory import FixedPrices, Ticks
-from tiny.runs import NOW, open_store
+from tiny.runs import NOW, journal_of, open_store
 
 LAYER_BYTES = (4096, 2048, 1024)
 LAYERS = 2
@@ -91,11 +93,16 @@ def open_cache(
     clock = clock or Ticks(NOW)
     pool = PagePool(pages * PAGE_BYTES, [LAYERS * size for size in LAYER_BYTES])
     store = None if folder is None else open_store(folder, shape=SHAPE, limit_bytes=limit_bytes, clock=clock)
-    cache = PageCache(pool, formats=formats, narrow=Shorten(), store=store, wall_clock=clock, timer=lambda: 0.0)
-    cache.prices = prices or FixedPrices()
-    if cache.disk is not None:
-        cache.disk._prices = cache.prices
-    return cache
+    return opening.open_cache(
+        pool,
+        formats=formats,
+        narrow=Shorten(),
+        store=store,
+        journal=None if store is None else journal_of(store),
+        prices=prices or FixedPrices(),
+        wall_clock=clock,
+        timer=lambda: 0.0,
+    )
 
 
 def restarted(opened: Open, *pasts: Sequence[int], **options: Any) -> PageCache:
@@ -115,6 +122,7 @@ class Request:
         self.found: Found = cache.find(self.past)
         self.pages: list[int] = []
         self.num_read = 0
+        self.shared: SharedPast | None = None
         for number, node in enumerate(self.found.nodes):
             if node.page.handle is not None:
                 cache.pool.share(node.page.handle)
@@ -147,16 +155,28 @@ class Request:
         self.num_tokens = end
         return self
 
+    def share(self, *, complete: bool = False) -> Request:
+        """Lets others find the whole pages that are made."""
+        self.cache.let_go(self.found)
+        self.shared = self.cache.share(self.past[: self.num_tokens], self.pages, self.shared, complete=complete)
+        self.pages = list(self.shared.handles)  # type: ignore[arg-type] # all are in memory
+        return self
+
     def end(self, standing: Standing = DEFAULT_STANDING, *, answer: int = 1) -> int:
         """Leaves what was made to others; the tokens that were known."""
         self.cache.let_go(self.found)
-        self.cache.commit(self.past[: self.num_tokens], self.pages, num_answer_tokens=answer, standing=standing)
+        made, shared = self.past[: self.num_tokens], self.shared
+        self.cache.commit(made, self.pages, num_answer_tokens=answer, standing=standing, shared=shared)
+        self.shared = None
         self.drop()
         return self.known_tokens
 
     def drop(self) -> None:
-        """Ends without leaving anything."""
+        """Ends without leaving anything more than what was shared."""
         self.cache.let_go(self.found)
+        if self.shared is not None:
+            self.cache.end(self.shared)
+            self.shared = None
         give_back(self.cache, self.pages)
         self.pages = []
 

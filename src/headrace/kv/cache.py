@@ -5,6 +5,7 @@ conversation is no more than its tokens:
 
     find       the longest known past; its last page is held, so nothing of it leaves the tree meanwhile
     allocate   a page to write to; makes room by compressing, moving to disk, or forgetting what is worth least
+    share      the whole pages that a request has computed so far become part of the tree: others find them meanwhile
     commit     the pages of a request that ended become part of the tree, and are queued for the disk
 
     tokens   0 ... pages in memory ... | ... pages on disk ... | ... first part of a page ... | missing ...
@@ -20,20 +21,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.kernels.page_formats import F16
-from headrace.kv.compress import Compressor, Narrow
-from headrace.kv.counters import Counters, merge_counters
-from headrace.kv.disk import DISK, DiskTier, Page
+from headrace.kv.books import MemoryBooks, Page
+from headrace.kv.compress import Compressor
+from headrace.kv.counters import Counters
+from headrace.kv.disk import MEMORY, DiskTier
+from headrace.kv.intake import Intake, SharedPast, num_near
 from headrace.kv.mover import CallJob, Mover, ReadJob
 from headrace.kv.pages import PagePool, format_of
 from headrace.kv.placement import Placement
-from headrace.kv.prices import PriceBook, read_prices, save_prices
+from headrace.kv.prices import PriceBook
 from headrace.kv.residency import DEFAULT_STANDING, Residency, Standing
-from headrace.kv.runs import Place
-from headrace.kv.stores import PageStore
-from headrace.kv.tree import Miss, Node, PrefixTree
+from headrace.kv.tree import Miss, Node
 from headrace.model.step import PAGE_TOKENS
 
-MEMORY = 0
 _AHEAD_SHARE = 16
 """Pages are compressed ahead when less than one in so many bytes of memory is free."""
 
@@ -53,59 +53,61 @@ class Found:
     partial_tokens: int
     miss: Miss | None
     held: list[Node]
-    unused: tuple[Literal["gone", "format changed"], int] | None = None
+    unused: tuple[Literal["gone", "format_changed"], int] | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens that are known."""
-        return sum(len(node.tokens) for node in self.nodes) + self.partial_tokens
+        return len(self.nodes) * PAGE_TOKENS + self.partial_tokens
 
 
-def _num_near(nodes: Sequence[Node]) -> int:
-    """How many of the pages of a path are in memory: those before the first that is not."""
-    return next((number for number, node in enumerate(nodes) if node.tier == DISK), len(nodes))
+class SteadyClock:
+    """Seconds since the epoch, never less than before."""
+
+    def __init__(self, wall_clock: Callable[[], float]) -> None:
+        self._wall_clock, self._now_s = wall_clock, 0.0
+
+    def __call__(self) -> float:
+        """The time now."""
+        self._now_s = max(self._now_s, self._wall_clock())
+        return self._now_s
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a `PageCache` works with, all of it of one pool: `opening.py` makes them. `keep` is called at the end."""
+
+    pool: PagePool
+    books: MemoryBooks
+    placement: Placement
+    rule: Residency
+    prices: PriceBook
+    counters: Counters
+    compressor: Compressor
+    mover: Mover
+    disk: DiskTier | None
+    clock: SteadyClock
+    keep: Callable[[], None]
 
 
 class PageCache:
-    """The known past of one model. `formats` are the codes of what pages in memory may be, the most exact first."""
+    """The known past of one model.
 
-    def __init__(
-        self,
-        pool: PagePool,
-        *,
-        formats: Sequence[int] = (F16,),
-        narrow: Narrow | None = None,
-        store: PageStore | None = None,
-        threads: int = 1,
-        wall_clock: Callable[[], float],
-        timer: Callable[[], float],
-    ) -> None:
-        """Finds again what the store holds.
+    find, let_go                   look for a past and hold it; hold it no longer
+    allocate, reserve, make_room   memory
+    promote                        a page that was read from disk
+    share, commit, end             pages that were computed, while their request lives and when it has ended
+    back, hold, demote_path        a past that is longer than memory
+    set_standing, expect, lost     what the owner of a past wishes; what happened to a page
+    settle, flush, clear, close    what the mover has done; all it has to do; nothing is known; nothing is open
+    """
 
-        Args:
-            pool: memory for pages.
-            formats: codes of the formats of pages in memory.
-            narrow: what compresses pages, needed for formats other than f16.
-            store: pages on disk, if there are any.
-            threads: threads that compute, on which prices depend.
-            wall_clock: seconds since the epoch, for uses that outlive the process.
-            timer: seconds that only grow, for prices.
-        """
-        self.pool, self.prices, self.counters = pool, PriceBook(), Counters()
-        self.compressor = Compressor(pool, formats, narrow, self.counters)
-        self.rule = Residency(self.prices.of_pages(pool.format_bytes[F16]))
-        self.tree = PrefixTree(PAGE_TOKENS)
-        # pool and store bound bytes; these numbers of pages only say how often the ranking is renewed
-        disk_bytes = 0 if store is None else store.used_bytes + store.room_bytes
-        most = [max(1, size // min(pool.format_bytes)) for size in (pool.limit_bytes, disk_bytes)]
-        self.placement = Placement(self.tree, most, self.rule)
-        self._wall_clock, self._now_s, self._threads = wall_clock, 0.0, threads
-        self.mover = Mover(store, timer)
-        self.disk: DiskTier | None = None
-        if store is not None:
-            self.disk = DiskTier(self.placement, pool, store, self.mover, self.rule, self.prices, self.counters, wall_clock)
-            self.disk.attach(self.now_s())
-            self.prices.resume(read_prices(store.key_folder, threads))
+    def __init__(self, parts: Parts) -> None:
+        self.pool, self.placement, self.tree = parts.pool, parts.placement, parts.placement.tree
+        self.rule, self.prices, self.counters = parts.rule, parts.prices, parts.counters
+        self.compressor, self.mover, self.disk = parts.compressor, parts.mover, parts.disk
+        self._books, self._clock, self._keep = parts.books, parts.clock, parts.keep
+        self._intake = Intake(parts.placement, parts.pool, parts.books, parts.disk, parts.clock)
 
     @property
     def formats(self) -> tuple[int, ...]:
@@ -114,8 +116,7 @@ class PageCache:
 
     def now_s(self) -> float:
         """Seconds since the epoch, never less than before."""
-        self._now_s = max(self._now_s, self._wall_clock())
-        return self._now_s
+        return self._clock()
 
     # finding
 
@@ -126,9 +127,9 @@ class PageCache:
         if self.disk is not None and match.num_tokens < len(tokens) and self.disk.attach(self.now_s()):
             match = self.tree.match(tokens)  # another process had written it
         nodes = self._readable(match.nodes)
-        near = _num_near(nodes)
+        near = num_near(nodes)
         partial, partial_tokens = match.partial, match.partial_tokens
-        reason: Literal["gone", "format changed"] = "gone"
+        reason: Literal["gone", "format_changed"] = "gone"
         if len(nodes) < len(match.nodes) or (partial is not None and not self._readable([partial])):
             partial, partial_tokens = None, 0
         if nodes and len(nodes[-1].tokens) < PAGE_TOKENS:
@@ -136,7 +137,7 @@ class PageCache:
             partial_tokens, near = len(partial.tokens), min(near, len(nodes))
         if partial is not None and self._lossy(partial):
             partial, partial_tokens = None, 0  # the page that goes on from it must begin exact
-            reason = "format changed"
+            reason = "format_changed"
         held = [node for node in (nodes[-1] if nodes else None, partial) if node is not None]
         for node in held:
             self.tree.pin(node)
@@ -215,15 +216,8 @@ class PageCache:
 
     def num_room(self, page_format: int = F16) -> int:
         """Pages that could be had at most: free ones, and those that no live request holds."""
-        held: set[Node] = set()
-        size = 0
-        for node in self.tree.nodes():
-            if node.pins:
-                held.update(node.path())
-            if node.page.handle is not None:
-                size += self.pool.format_bytes[format_of(node.page.handle)]
-        size -= sum(self.pool.format_bytes[format_of(node.page.handle)] for node in held if node.page.handle is not None)
-        return (self.pool.free_bytes + size) // self.pool.format_bytes[page_format]
+        not_held_bytes = self._books.known_bytes - self._books.held_bytes
+        return (self.pool.free_bytes + not_held_bytes) // self.pool.format_bytes[page_format]
 
     def _leave(self, tip: Node, now_s: float) -> bool:
         """A page leaves memory: to the disk if it is, or is about to be, there; else out of the tree. False if it may not."""
@@ -255,11 +249,36 @@ class PageCache:
 
     def promote(self, node: Node, handle: int) -> None:
         """A page on disk is in memory too now, as `handle`, which gets the tree as one more owner."""
-        page: Page = node.page
-        if page.handle is None and node.parent is not None and node.parent.tier == MEMORY:
-            self.pool.share(handle)
-            page.handle = handle
-            self.placement.promote(node)
+        self._intake.promote(node, handle)
+
+    def share(
+        self,
+        tokens: Sequence[int],
+        handles: Sequence[int | None],
+        shared: SharedPast | None = None,
+        *,
+        complete: bool = False,
+    ) -> SharedPast:
+        """The whole pages that a live request has computed so far become part of the tree, held until its end.
+
+        Counted is nothing yet: all that one request shares and commits is one use.
+
+        Args:
+            tokens: all tokens of the request whose keys and values were computed.
+            handles: the page of each PAGE_TOKENS of them; None where it is on disk only.
+            shared: what the call before gave, which ends with this one; None at first.
+            complete: the prompt is all there: it is queued for the disk, so that a killed process has kept it.
+
+        Returns:
+            What is shared now. Its `handles` are the request's pages from here on: where the tree knew a page already, that one
+            has come in place of the request's own. To be handed to the next `share`, then to `commit` or `end`.
+        """
+        self.settle()
+        self.rule.prices = self.prices.of_pages(self.pool.format_bytes[F16])
+        shared = self._intake.share(tokens, handles, shared, needed=False)
+        if complete and self.disk is not None and shared.last is not None:
+            self.disk.queue(shared.last, self.now_s())
+        return shared
 
     def commit(
         self,
@@ -268,7 +287,7 @@ class PageCache:
         *,
         num_answer_tokens: int,
         standing: Standing = DEFAULT_STANDING,
-        needed: bool = False,
+        shared: SharedPast | None = None,
     ) -> Node | None:
         """The pages of a request that ended become part of the tree; the last of them.
 
@@ -277,98 +296,37 @@ class PageCache:
             handles: the page of each PAGE_TOKENS of them; None where it is on disk only. They stay the caller's to release.
             num_answer_tokens: how many of the tokens were generated.
             standing: what the owner of this past asks for.
-            needed: they must go to disk, whatever they are worth.
+            shared: what the request has made known before; it ends.
         """
         self.settle()
-        now_s = self.now_s()
         self.rule.prices = self.prices.of_pages(self.pool.format_bytes[F16])
-        tokens = self._grow_last(list(tokens), handles)
-        match = self.tree.match(tokens)
-        for node, handle in zip(match.nodes, handles, strict=False):
-            if handle is not None:
-                self.promote(node, handle)
-        near = _num_near(match.nodes)
-        fresh = list(handles[len(match.nodes) : -(-len(tokens) // PAGE_TOKENS)])
-        if near < len(match.nodes) or None in fresh:
-            return self._commit_far(tokens, fresh, num_answer_tokens, standing, now_s)
-        pages = []
-        for handle in fresh:
-            assert handle is not None
-            self.pool.share(handle)
-            pages.append(Page(handle))
-        recorded = self.placement.record(
-            tokens, match, pages, num_answer_tokens=num_answer_tokens, now_s=now_s, standing=standing
-        )
+        last = self._intake.commit(tokens, handles, shared, num_answer_tokens=num_answer_tokens, standing=standing)
         if self.disk is not None:
-            self.disk.queue(recorded.last, now_s, needed=needed)
-        return recorded.last if recorded.last.parent is not None else None
+            self.disk.queue(last, self.now_s())
+        return last if last.parent is not None else None
 
-    def _grow_last(self, tokens: list[int], handles: Sequence[int | None]) -> list[int]:
-        """Where the tree has the beginning of a page that is longer now, its page takes the place; shorter ones go."""
-        match = self.tree.match(tokens)
-        partial, known = match.partial, match.partial_tokens
-        start = len(match.nodes) * PAGE_TOKENS
-        if partial is None or start >= len(tokens):
-            return tokens
-        longer = tokens[start : start + PAGE_TOKENS]
-        handle = handles[len(match.nodes)]
-        if known == len(longer):  # the tree knows more than this
-            return tokens[:start]
-        if known < len(partial.tokens) or partial.children or handle is None:
-            return tokens
-        page: Page = partial.page
-        if page.handle is None:
-            if self.disk is not None and not partial.pins:
-                self.disk.forget(partial, self.now_s())
-            return tokens
-        if self.disk is not None:
-            page.writing = None  # what is on its way to disk is the shorter page, which is dropped when it gets there
-            self.disk.unback(page)
-        self.pool.share(handle)
-        self.pool.release(page.handle)
-        page.handle, page.chain = handle, b""
-        self.tree.extend(partial, tuple(longer[known:]))
-        return tokens
-
-    def _commit_far(
-        self, tokens: list[int], fresh: list[int | None], num_answer_tokens: int, standing: Standing, now_s: float
-    ) -> Node | None:
-        """Commits a past of which a part is on disk only: what is new has to go there too before the tree may know it."""
-        match = self.tree.match(tokens)
-        near = _num_near(match.nodes)
-        parent = match.nodes[-1] if match.nodes else self.tree.root
-        wanted = tokens[len(match.nodes) * PAGE_TOKENS :]
-        places: list[Place] = []
-        self.tree.pin(parent)  # making room on disk must not take the past away that this continues
-        if self.disk is not None and fresh and None not in fresh and len(parent.tokens) in (0, PAGE_TOKENS):
-            places = self.disk.write_now(parent, wanted, [handle for handle in fresh if handle is not None], now_s)
-        self.tree.unpin(parent)
-        if len(places) < len(fresh):
-            tokens = tokens[: (len(match.nodes) + len(places)) * PAGE_TOKENS]
-        recorded = self.placement.record(
-            tokens,
-            match,
-            [Page(place=place) for place in places],
-            num_answer_tokens=num_answer_tokens,
-            now_s=now_s,
-            standing=standing,
-            num_near=near,
-        )
-        if self.disk is not None and places:
-            self.disk.adopt(recorded.last, len(places))
-        return recorded.last if recorded.last.parent is not None else None
+    def end(self, shared: SharedPast) -> None:
+        """A request ends and leaves no more than what it has shared; nobody holds that any longer."""
+        self._intake.end(shared)
 
     # pasts that are longer than memory
 
-    def back(self, tokens: Sequence[int], handles: Sequence[int | None]) -> list[Node]:
-        """Makes whole pages of a live request known, and waits until they are on disk, as far as it takes them; their nodes."""
-        last = self.commit(tokens, handles, num_answer_tokens=0, needed=True)
-        path = [] if last is None else last.path()
-        if self.disk is not None and path:
+    def back(self, tokens: Sequence[int], handles: Sequence[int | None], shared: SharedPast | None = None) -> SharedPast:
+        """As `share`, and waits until the pages are on disk, as far as it takes them."""
+        self.settle()
+        shared = self._intake.share(tokens, handles, shared, needed=True)
+        if self.disk is not None and shared.last is not None:
+            self.disk.queue(shared.last, self.now_s(), needed=True)
+            path = shared.last.path()
             for job in {id(node.page.writing): node.page.writing for node in path if node.page.writing is not None}.values():
                 self.mover.wait_write(job)
             self.settle()
-        return path
+        return shared
+
+    def hold(self, node: Node) -> SharedPast:
+        """Keeps a page and all before for a live request that adds nothing to them."""
+        self.tree.pin(node)
+        return SharedPast((), node, None)
 
     def demote_path(self, path: Sequence[Node], first: int) -> None:
         """The tree lets go of the memory of a path's pages from one on, where they are on disk and no other past needs them."""
@@ -480,8 +438,7 @@ class PageCache:
         self.flush()
         self.mover.stop()
         if self.disk is not None:
-            merge_counters(self.disk.store.key_folder, self.counters)
-            save_prices(self.disk.store.key_folder, self._threads, self.prices)
+            self._keep()
             self.disk.store.close()
 
     def check(self) -> None:
@@ -491,7 +448,12 @@ class PageCache:
         self.placement.check()
         if self.disk is not None:
             self.disk.check()
+        known_bytes = held_bytes = 0
         for node in self.tree.nodes():
             page: Page = node.page
             assert (page.handle is not None) == (node.tier == MEMORY)
             assert page.handle is None or self.pool.owners(page.handle) > 0
+            assert page.held == (node.holds > 0)
+            known_bytes += self._books.size(page.handle)
+            held_bytes += self._books.size(page.handle) if page.held else 0
+        assert (known_bytes, held_bytes) == (self._books.known_bytes, self._books.held_bytes)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.kernels.page_formats import F16
+from headrace.kv.books import Page
 from headrace.kv.counters import Counters
-from headrace.kv.disk import Page
 from headrace.kv.mover import CallJob, Mover
 from headrace.kv.pages import PagePool, format_of
 from headrace.kv.tree import Node

@@ -6,12 +6,11 @@ Knows nothing of what is counted, nor when.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from headrace.kv.folder import FolderLock, read_json, write_json
+from headrace.kv.stores import Journal
 
-_FILE = "counters.json"
+_NAME = "counters"
 
 
 @dataclass
@@ -50,36 +49,35 @@ class Counters:
             self.miss(reason, num_tokens)
 
 
-def read_counters(key_folder: Path) -> Counters:
+def read_counters(journal: Journal) -> Counters:
     """The sums over all processes that used a key and have ended; zeros if there are none, or what is there is damaged."""
-    content = read_json(key_folder / _FILE)
+    return _decode(journal.read(_NAME))
+
+
+def merge_counters(journal: Journal, counters: Counters) -> bool:
+    """Adds a process's counts to those that are kept, whole or not at all; False if they are not kept."""
+
+    def add(content: object) -> object:
+        total = _decode(content)
+        total.add(counters)
+        return {each.name: getattr(total, each.name) for each in fields(total)}
+
+    return journal.merge(_NAME, add)
+
+
+def _decode(content: object) -> Counters:
     found = Counters()
     if isinstance(content, dict):
         for each in fields(Counters):
             value = content.get(each.name)
             if each.name == "missed_tokens":
                 if isinstance(value, dict):
-                    found.missed_tokens = {reason: number for reason, number in value.items() if _is_count(number)}
+                    for reason, number in value.items():
+                        if _is_count(number):
+                            found.miss(reason.replace(" ", "_"), number)  # as earlier versions wrote them
             elif _is_count(value):
                 setattr(found, each.name, value)
     return found
-
-
-def merge_counters(key_folder: Path, counters: Counters) -> bool:
-    """Adds a process's counts to those of a key, whole or not at all; False if the disk does not take them."""
-    try:
-        lock = FolderLock(key_folder.parent.parent)
-        try:
-            with lock.held() as held:
-                if held:
-                    total = read_counters(key_folder)
-                    total.add(counters)
-                    write_json(key_folder / _FILE, {each.name: getattr(total, each.name) for each in fields(total)})
-                return held
-        finally:
-            lock.close()
-    except OSError:
-        return False
 
 
 def _is_count(value: Any) -> bool:

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from headrace.kv.books import MemoryBooks, Page
 from headrace.kv.budget import Refusal
 from headrace.kv.counters import Counters
 from headrace.kv.mover import Mover, WriteJob
 from headrace.kv.pages import PagePool, format_of
 from headrace.kv.placement import Placement
 from headrace.kv.prices import PriceBook
-from headrace.kv.residency import Residency
+from headrace.kv.residency import Residency, Use
 from headrace.kv.runs import Place, Run, RunDraft, chain
 from headrace.kv.stores import PageStore
 from headrace.kv.tree import Node
@@ -36,18 +37,10 @@ RUN_BYTES = 8 << 20
 """Bytes of a run at most: what is written without a pause, and read by nobody meanwhile."""
 RETRY_S = 30.0
 """How long nothing is written after the disk refused for a reason that lasts."""
-DISK = 1
-"""The tier of pages that are on disk only."""
-
-
-class Page:
-    """Where the data of one node lies: `handle` in memory, `place` on disk; `writing` while it is on its way there."""
-
-    __slots__ = ("chain", "handle", "place", "writing")
-
-    def __init__(self, handle: int | None = None, place: Place | None = None, chained: bytes = b"") -> None:
-        self.handle, self.place, self.chain = handle, place, chained
-        self.writing: WriteJob | None = None
+MEMORY, DISK = 0, 1
+"""The tiers: pages in memory, and pages that are on disk only."""
+_CONTINUES = "continues"
+"""A fact of a run: the run that ends where it begins is of the same use, written while its request was still computing."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,7 @@ class DiskTier:
         self,
         placement: Placement,
         pool: PagePool,
+        books: MemoryBooks,
         store: PageStore,
         mover: Mover,
         rule: Residency,
@@ -77,7 +71,7 @@ class DiskTier:
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
-        self.store, self.mover = store, mover
+        self.store, self.mover, self._books = store, mover, books
         self._placement, self._tree, self._pool = placement, placement.tree, pool
         self._rule, self._prices, self._counters, self._clock = rule, prices, counters, clock
         self._nodes: dict[int, list[Node | None]] = {}  # pages of each run; None: known by another run already
@@ -97,7 +91,8 @@ class DiskTier:
             return 0
         whole = (node for node in self._tree.nodes() if len(node.tokens) == self._tree.page_tokens)
         nodes = {b"": self._tree.root, **{self.chain_of(node): node for node in whole}}
-        return sum(self._attach(run, nodes, now_s) for run in runs)
+        told = _told(runs)
+        return sum(self._attach(run, *told.get(run.id, (run.facts, run.time_s)), nodes, now_s) for run in runs)
 
     def chain_of(self, node: Node) -> bytes:
         """The strong hash of a page and all before."""
@@ -110,7 +105,7 @@ class DiskTier:
             chained = each.page.chain = chain(chained, each.tokens)
         return chained
 
-    def _attach(self, run: Run, nodes: dict[bytes, Node], now_s: float) -> int:
+    def _attach(self, run: Run, facts: Mapping[str, int], time_s: float, nodes: dict[bytes, Node], now_s: float) -> int:
         node = nodes.get(run.parent)
         if node is None:
             return 0  # its beginning went away since it was listed
@@ -125,9 +120,9 @@ class DiskTier:
         start = len(listed)
         added: list[Node] = []
         if start < len(keys) and (node.parent is None or len(node.tokens) == self._tree.page_tokens):
-            pages = [Page(place=Place(run.id, index)) for index in range(start, len(keys))]
+            pages = [Page(self._books, place=Place(run.id, index)) for index in range(start, len(keys))]
             tokens = run.tokens[start * self._tree.page_tokens : len(keys) * self._tree.page_tokens]
-            last = self._placement.restore(node, tokens, pages, run.facts, run.time_s, now_s)
+            last = self._placement.restore(node, tokens, pages, facts, time_s, now_s)
             added = last.path()[-len(pages) :]
             for each in added:
                 if len(each.tokens) == self._tree.page_tokens:
@@ -170,7 +165,8 @@ class DiskTier:
         first = next((i for i, node in enumerate(path) if node.page.place is None and node.page.writing is None), len(path))
         groups = self._groups(path[first:])
         if not needed and groups and not self._pays(groups, now_s):
-            self._counters.refused_pages += sum(map(len, groups))
+            if last.use.recalled is None:  # else it is asked again when the use has ended
+                self._counters.refused_pages += sum(map(len, groups))
             return []
         jobs = []
         for number, group in enumerate(groups):
@@ -259,13 +255,17 @@ class DiskTier:
         parent = group[0].parent
         assert parent is not None
         handles = [node.page.handle for node in group]
+        use: Use = group[0].use
+        facts = self._placement.use_facts(use)
+        if parent.use is use and parent.depth_pages > use.num_before:
+            facts[_CONTINUES] = 1
         draft = RunDraft(
             parent=self.chain_of(parent),
             start_page=parent.depth_pages,
             tokens=tuple(token for node in group for token in node.tokens),
             page_format=format_of(handles[0]),
             pages=[self._pool.view(handle) for handle in handles],
-            facts=self._placement.use_facts(group[0].use),
+            facts=facts,
             time_s=now_s,
         )
         for handle in handles:
@@ -395,3 +395,16 @@ class DiskTier:
                 assert self._nodes[page.place.run][page.place.index] is each
             assert page.place is not None or page.handle is not None or each in self._dead
             assert (page.handle is None) == (each.tier == DISK)
+
+
+def _told(runs: Sequence[Run]) -> dict[int, tuple[Mapping[str, int], float]]:
+    """Facts and time of uses that were written in several runs, by run: the last one, written at the end, has them all."""
+    told: dict[int, tuple[Mapping[str, int], float]] = {}
+    later = [run for run in runs if run.facts.get(_CONTINUES)]
+    if later:
+        ends = {run.chain(run.num_pages - 1): run for run in runs}
+        for run in sorted(later, key=lambda run: -run.start_page):
+            before = ends.get(run.parent)
+            if before is not None:
+                told[before.id] = told.get(run.id, (run.facts, run.time_s))
+    return told

@@ -2,9 +2,10 @@
 
     <kv folder>/lock                       held by whoever adds files
                 writes.json                bytes written today
+                sessions/lock              held by whoever changes a session
                 sessions/<model>/*.json    `sessions.py`
-                pages/<key>/key.json, counters.json    `keys.py`, `counters.py`
-                            prices.json, *.run, *.partial    `prices.py`, `runs.py`
+                pages/<key>/key.json, counters.json    `keys.py`, `journal.py`
+                            prices.json, *.run, *.partial    `journal.py`, `runs.py`
 
 Files are added under the lock only, so the bytes counted under it are those that bounds are compared with, and a partial
 file seen under it was left by a process that is gone. Folders and files can be read by their owner only: pages and sessions

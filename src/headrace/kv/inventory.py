@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from headrace.kv import folder as files
 from headrace.kv.counters import Counters, read_counters
+from headrace.kv.journal import FolderJournal
 from headrace.kv.keys import StoreKey, key_folders, read_key
 from headrace.kv.runs import RUN, Damaged, Header, Run, chains, layer_checksums, open_run, read_header, read_into
-from headrace.kv.sessions import SessionRecord, all_sessions, read_session, session_folders, session_paths
+from headrace.kv.sessions import SessionRecord, all_sessions, read_session, session_folders, session_paths, sessions_locked
 from headrace.model.step import PAGE_TOKENS
 
 Progress = Callable[[int, int], None]
@@ -178,9 +179,11 @@ def clear(folder: Path, *, model: str | None, with_sessions: bool = True) -> int
         if model is None or _slug(model) in _slug(key.model if key is not None else each.name[:-17]):
             digests.add(key.model_digest[:32] if key is not None else "")
             _empty(each, (RUN, files.PARTIAL, "key.json", "counters.json", "prices.json"))
-    for each in session_folders(folder) if with_sessions else ():
-        if model is None or each.name in digests:
-            _empty(each, (".json", files.PARTIAL))
+    if with_sessions and session_folders(folder):
+        with contextlib.suppress(OSError), sessions_locked(folder):  # a chat that is writing one must not bring it back
+            for each in session_folders(folder):
+                if model is None or each.name in digests:
+                    _empty(each, (".json", files.PARTIAL))
     return max(0, before - files.folder_bytes(folder))
 
 
@@ -199,7 +202,7 @@ def _key_inventory(folder: Path, key: StoreKey | None, runs: list[Run]) -> KeyIn
         oldest_s=min((run.time_s for run in runs), default=None),
         newest_s=max((run.time_s for run in runs), default=None),
         in_use=_is_in_use(folder),
-        counters=read_counters(folder),
+        counters=read_counters(FolderJournal(folder, folder.parent.parent)),
     )
 
 

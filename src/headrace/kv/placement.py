@@ -58,6 +58,7 @@ class Placement:
         self._left = list(capacities)  # pages that left since the tier was ranked
         self._unlisted: list[Node] = []  # pages that came to tier 0 since it was looked at
         self._most_listed = [FEW_LISTED] * len(capacities)
+        self._num_begun = 0  # uses that were not told to the rule when their first pages came
         self._due_s = [math.inf] * len(capacities)  # when an owner's wish changes what a ranked page is worth
 
     def record(
@@ -70,8 +71,11 @@ class Placement:
         now_s: float,
         standing: Standing = DEFAULT_STANDING,
         num_near: int | None = None,
+        use: Use | None = None,
     ) -> Recorded:
         """A use of all pages of `tokens` ended: those of `match`, which holds still, and `pages` behind them.
+
+        `use` is what `share` gave for pages of it that have come already: all ends as if they came now.
 
             matched [0, num_near)       come to tier 0, or are there
             matched [num_near, ...)     stay in the tier they are in
@@ -80,34 +84,87 @@ class Placement:
         A tier may be over its capacity then.
         """
         assert not match.num_pages or match.last.parent is not None, "what matched was removed since"
-        use = Use(len(self.capacities))
+        tree = self.tree
+        if use is None:
+            use = Use(len(self.capacities))
+            use.num_before = match.num_pages
         use.time_s, use.standing, use.num_answer_tokens = now_s, standing, num_answer_tokens
-        tree, num_matched = self.tree, match.num_pages
-        all_near = num_near is None or num_near >= num_matched
+        all_near = num_near is None or num_near >= match.num_pages
         if not all_near:
             tree.stretches(match.nodes[num_near - 1] if num_near else tree.root)  # splits there
-        found: list[tuple[Use, int]] = []
         moves = []
         path = tree.stretches(match.last)
+        found, is_new = _found_on(path)
         for stretch in path:
-            _add_found(found, stretch.use, stretch.end)
             stretch.use = use
             if stretch.tier and (all_near or stretch.end <= num_near):  # type: ignore[operator] # None is all_near
                 moves.append(self._promote(stretch))
         tree.join(path)
-        rest = tokens[num_matched * tree.page_tokens :]
-        fingerprints = tree.fingerprints(match.last, rest)
-        recalled = tree.recalled(fingerprints)
-        for depth, (evicted, behind) in enumerate(zip_longest(recalled, recalled[1:]), num_matched + 1):
-            if evicted is not behind:  # pages that were evicted together share what is remembered
-                _add_found(found, evicted.use, depth)
-        tier = 0 if all_near else max(1, match.last.tier)
-        node = tree.insert_path(match.last, rest, pages, use, tier=tier, fingerprints=fingerprints)
-        self.num_pages[tier] += len(pages)
-        use.num_pages = node.depth_pages
+        node, recalled = self._add_pages(match, tokens, pages, use, all_near=all_near)
+        for before, end in recalled if not is_new else ():
+            _add_found(found, before, end)
+        use.num_pages, use.recalled = node.depth_pages, None
         self.rule.ended(use, found)
         self._list_path(node, now_s)
         return Recorded(moves, node)
+
+    def share(
+        self,
+        tokens: Sequence[int],
+        match: Match,
+        pages: Sequence[Any],
+        *,
+        now_s: float,
+        num_near: int | None = None,
+        use: Use | None = None,
+    ) -> tuple[Use, Node]:
+        """Pages of a use that goes on come into the tree behind those of `match`, to the tiers that `record` puts them in.
+
+        Nothing is counted before `record` is told of the end of the use, and those that matched stay as they are. Until
+        then the caller keeps the last page pinned. `use` is what an earlier call gave for the same use.
+
+        Returns:
+            The use, and the last page of the path (the root if it has none).
+        """
+        assert not match.num_pages or match.last.parent is not None, "what matched was removed since"
+        if use is None:
+            use = Use(len(self.capacities))
+            use.num_before, use.recalled = match.num_pages, []
+            self._num_begun += 1
+            use.serial = -self._num_begun
+        assert use.recalled is not None, "the use has ended"
+        all_near = num_near is None or num_near >= match.num_pages
+        path = self.tree.stretches(match.last)
+        found, is_new = _found_on(path)
+        self.tree.join(path)
+        node, recalled = self._add_pages(match, tokens, pages, use, all_near=all_near)
+        if not is_new:
+            use.recalled += recalled
+            for before, end in recalled:
+                _add_found(found, before, end)
+        use.time_s, use.num_pages = now_s, node.depth_pages
+        if pages:
+            use.tips[node.tier] = node
+            self._resident[node.tier][use] = None
+        self.rule.begun(use, found)
+        return use, node
+
+    def _add_pages(
+        self, match: Match, tokens: Sequence[int], pages: Sequence[Any], use: Use, *, all_near: bool
+    ) -> tuple[Node, list[tuple[Use, int]]]:
+        """Puts pages behind those that matched; the last of the path, and what is remembered of them from before."""
+        tree = self.tree
+        rest = tokens[match.num_pages * tree.page_tokens :]
+        fingerprints = tree.fingerprints(match.last, rest)
+        evictions = tree.recalled(fingerprints)
+        recalled: list[tuple[Use, int]] = []
+        for depth, (evicted, behind) in enumerate(zip_longest(evictions, evictions[1:]), match.num_pages + 1):
+            if evicted is not behind:  # pages that were evicted together share what is remembered
+                _add_found(recalled, evicted.use, depth)
+        tier = 0 if all_near else max(1, match.last.tier)
+        node = tree.insert_path(match.last, rest, pages, use, tier=tier, fingerprints=fingerprints)
+        self.num_pages[tier] += len(pages)
+        return node, recalled
 
     def restore(
         self,
@@ -127,10 +184,11 @@ class Placement:
         """
         assert pages, "nothing to restore"
         use: Use | None = parent.use
-        is_same = use is not None and use.time_s == time_s and self._last_page(use) is parent
+        is_same = use is not None and use.recalled is None and use.time_s == time_s and self._last_page(use) is parent
         if use is None or not is_same:
             use = Use(len(self.capacities))
             use.time_s, use.num_answer_tokens = time_s, max(0, facts.get("num_answer_tokens", 0))
+            use.num_before = parent.depth_pages
         found = self._take_over(parent, use)
         tier = max(tier, parent.tier)
         node = self.tree.insert_path(parent, tokens, pages, use, tier=tier)
@@ -252,7 +310,8 @@ class Placement:
         found: list[tuple[Use, int]] = []
         path = self.tree.stretches(parent)
         for stretch in reversed(path):
-            if stretch.use is use or stretch.use.time_s > use.time_s:
+            # pages of a use that goes on stay its own: it will be the later one
+            if stretch.use is use or stretch.use.recalled is not None or stretch.use.time_s > use.time_s:
                 break
             if not found or found[-1][0] is not stretch.use:
                 found.append((stretch.use, stretch.end))
@@ -394,6 +453,19 @@ class Placement:
         heapq.heappop(self._heaps[tier])
         self._list(cheapest[0], tier, now_s)  # ranked anew: the next request asks for the least again
         return cheapest[1]
+
+
+def _found_on(path: Sequence[Stretch]) -> tuple[list[tuple[Use, int]], bool]:
+    """The uses that stretches of a path belonged to before those that go on, and whether some page was new to all of them."""
+    found: list[tuple[Use, int]] = []
+    is_new = False
+    for stretch in path:
+        recalled = stretch.use.recalled
+        for use, end in [(stretch.use, stretch.end)] if recalled is None else recalled:
+            if end > stretch.start:
+                _add_found(found, use, min(end, stretch.end))
+        is_new = is_new or not found or found[-1][1] < stretch.end
+    return found, is_new
 
 
 def _add_found(found: list[tuple[Use, int]], use: Use, end: int) -> None:

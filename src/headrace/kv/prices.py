@@ -11,16 +11,14 @@ that it finds on disk has a price before it has computed anything. Seconds are m
 
 from __future__ import annotations
 
-import contextlib
 import math
-from pathlib import Path
 from typing import Any
 
-from headrace.kv.folder import read_json, write_json
 from headrace.kv.residency import Prices
+from headrace.kv.stores import Journal
 from headrace.model.step import PAGE_TOKENS
 
-_FILE = "prices.json"
+_NAME = "prices"
 
 FORGETTING = 0.98
 """Weight of all measurements so far when a new one comes: half is forgotten after 34 chunks."""
@@ -130,15 +128,16 @@ def _is_price(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-def read_prices(key_folder: Path, threads: int) -> object:
+def read_prices(journal: Journal, threads: int) -> object:
     """The state of prices that a process with so many threads has left, if one has."""
-    content = read_json(key_folder / _FILE)
+    content = journal.read(_NAME)
     return content.get(str(threads)) if isinstance(content, dict) else None
 
 
-def save_prices(key_folder: Path, threads: int, prices: PriceBook) -> None:
-    """Leaves prices for the next process. Of two that end at once one is heard; a disk that takes nothing loses them."""
-    content = read_json(key_folder / _FILE)
-    kept = content if isinstance(content, dict) else {}
-    with contextlib.suppress(OSError):
-        write_json(key_folder / _FILE, {**kept, str(threads): prices.state()})
+def save_prices(journal: Journal, threads: int, prices: PriceBook) -> bool:
+    """Leaves prices for the next process: those of the last one that ended count. False if they are not kept."""
+
+    def put(content: object) -> object:
+        return {**(content if isinstance(content, dict) else {}), str(threads): prices.state()}
+
+    return journal.merge(_NAME, put)

@@ -80,13 +80,19 @@ class Prices:
 
 
 class Use:
-    """One request's use of a path of pages, as far as no later use took them over."""
+    """One request's use of a path of pages, as far as no later use took them over.
+
+    While its request lives, `recalled` lists what the pages that it has added were known as before, as `Found` does; it is
+    None once the use has ended. `num_before` counts the pages that were known when it added its first.
+    """
 
     __slots__ = (
         "cell",
         "known_pages",
         "num_answer_tokens",
+        "num_before",
         "num_pages",
+        "recalled",
         "repeats",
         "serial",
         "standing",
@@ -101,6 +107,8 @@ class Use:
         self.num_pages = self.known_pages = self.num_answer_tokens = 0
         self.turn, self.repeats = 1, 0
         self.standing = DEFAULT_STANDING
+        self.num_before = 0
+        self.recalled: list[tuple[Use, int]] | None = None
         self.tips: list[Node | None] = [None] * num_tiers
         """Its deepest page in each tier; outdated once that page belongs to a later use."""
 
@@ -116,6 +124,9 @@ remembered included."""
 
 class Rule(Protocol):
     """Ranks uses. `Residency` is the rule; `LeastRecent` is what it is compared with."""
+
+    def begun(self, use: Use, found: Found) -> None:
+        """A use goes on that has added pages already, and will take over those that were found. Nothing is counted yet."""
 
     def ended(self, use: Use, found: Found) -> None:
         """A use of `use.num_pages` pages ended at `use.time_s`, which took over those that were found."""
@@ -135,6 +146,9 @@ class LeastRecent:
 
     def __init__(self) -> None:
         self._num_uses = 0
+
+    def begun(self, use: Use, found: Found) -> None:
+        """Nothing: what lives is older than all that has ended, and held."""
 
     def ended(self, use: Use, found: Found) -> None:  # noqa: ARG002 # as the protocol has it
         """Numbers the use."""
@@ -167,33 +181,28 @@ class Residency:
     def ended(self, use: Use, found: Found) -> None:
         """Tells the model which uses were continued, and the facts of this one."""
         use.known_pages, use.turn, use.repeats = self._continue(found, use.time_s)
-        self._add(use)
+        use.serial, use.cell = self.reuse.add(_facts(use), use.time_s)
+
+    def begun(self, use: Use, found: Found) -> None:
+        """Puts the use where it would be if it ended now."""
+        use.known_pages, use.turn, use.repeats = _continues(found)
+        use.cell = self.reuse.cell(_facts(use))
 
     def restored(self, use: Use, found: Found, facts: Mapping[str, int]) -> None:
         """As if the use had ended then; facts that were not kept are what can be told from the pages."""
         known_pages, turn, repeats = self._continue(found, use.time_s)
         use.known_pages = min(max(0, facts.get("known_pages", known_pages)), use.num_pages)
         use.turn, use.repeats = max(1, facts.get("turn", turn)), max(0, facts.get("repeats", repeats))
-        self._add(use)
+        use.serial, use.cell = self.reuse.add(_facts(use), use.time_s)
 
     def _continue(self, found: Found, now_s: float) -> tuple[int, int, int]:
         """Counts which of the uses found are hereby continued; pages known, turn and repeats of who continues them."""
-        known_pages, turn, before = 0, 1, None
         for before, end in found:
-            whole = end >= before.num_pages
-            if whole or (before.num_pages > 2 and end >= CONTINUED_SHARE * (before.num_pages - 1)):
+            if _is_continued(before, end):
                 self.reuse.continued(before.serial, now_s, last_page=False)
-                turn = before.turn + 1
-            if whole and before.num_pages > 1:
+            if end >= before.num_pages > 1:
                 self.reuse.continued(before.serial, now_s, last_page=True)
-            known_pages = end
-        repeats = before.repeats + 1 if before is not None and turn > 1 and before.known_pages == known_pages else 0
-        return known_pages, turn, repeats
-
-    def _add(self, use: Use) -> None:
-        new_pages = use.num_pages - use.known_pages
-        facts = UseFacts(use.turn, new_pages, use.known_pages, use.num_answer_tokens, use.repeats)
-        use.serial, use.cell = self.reuse.add(facts, use.time_s)
+        return _continues(found)
 
     def chance(self, page: Node, now_s: float) -> float:
         """Probability that a page is used again from now on; 1 for what is pinned or will be needed soon, 0 once expired."""
@@ -243,3 +252,24 @@ class Residency:
             saved_s = self.prices.saved_s(tier, page.depth_pages - 1) / self.prices.page_bytes[tier]
             worth = max(worth, saved_s / max(soon_s - now_s, SOON_S))
         return worth * standing.priority
+
+
+def _is_continued(before: Use, end: int) -> bool:
+    """Whether a use is continued by one that found it up to a page index."""
+    few = before.num_pages <= 2
+    return end >= before.num_pages or (not few and end >= CONTINUED_SHARE * (before.num_pages - 1))
+
+
+def _continues(found: Found) -> tuple[int, int, int]:
+    """Pages known, turn and repeats of a use that found these."""
+    known_pages, turn, before = 0, 1, None
+    for before, end in found:
+        if _is_continued(before, end):
+            turn = before.turn + 1
+        known_pages = end
+    repeats = before.repeats + 1 if before is not None and turn > 1 and before.known_pages == known_pages else 0
+    return known_pages, turn, repeats
+
+
+def _facts(use: Use) -> UseFacts:
+    return UseFacts(use.turn, use.num_pages - use.known_pages, use.known_pages, use.num_answer_tokens, use.repeats)

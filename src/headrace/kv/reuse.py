@@ -111,11 +111,7 @@ class ReuseModel:
 
     def add(self, facts: UseFacts, now_s: float) -> tuple[int, int]:
         """A use ended now; its serial number and its cell. One that ended before those already known counts as the last."""
-        turn = min(facts.turn, _TURNS) - 1
-        size = min(max(1, facts.num_new_pages).bit_length() - 1, _SIZES - 1)
-        answer = min(max(1, facts.num_answer_tokens).bit_length() - 1, _ANSWERS - 1)
-        depth = 0 if facts.num_known_pages <= 1 else min(_DEPTHS - 1, (facts.num_known_pages.bit_length() + 1) // 2)
-        cell = self._cell_of((turn, size, answer, min(facts.repeats, _REPEATS - 1), depth, turn * _SIZES + size, 0))
+        cell = self.cell(facts)
         row = self._num_uses - self._first
         if row:
             now_s = max(now_s, float(self._use_time_s[row - 1]))  # survivors are counted from the oldest on
@@ -149,6 +145,14 @@ class ReuseModel:
             self._all_reached[: bucket + 1] += waiting
 
     # what it means
+
+    def cell(self, facts: UseFacts) -> int:
+        """The cell of uses with these facts. Counts nothing."""
+        turn = min(facts.turn, _TURNS) - 1
+        size = min(max(1, facts.num_new_pages).bit_length() - 1, _SIZES - 1)
+        answer = min(max(1, facts.num_answer_tokens).bit_length() - 1, _ANSWERS - 1)
+        depth = 0 if facts.num_known_pages <= 1 else min(_DEPTHS - 1, (facts.num_known_pages.bit_length() + 1) // 2)
+        return self._cell_of((turn, size, answer, min(facts.repeats, _REPEATS - 1), depth, turn * _SIZES + size, 0))
 
     def rates(self, cells: npt.NDArray[np.int64], ages_s: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Expected reuses per second of keeping, for cells [N] at ages [N]."""

@@ -2,6 +2,8 @@
 
 A session does not depend on kernels or on formats of pages, so it outlives them; its pages are found by its tokens. A file
 is replaced as a whole, so a session is as it was before a turn or as it is after it. What cannot be read counts as absent.
+Whoever changes a session looks at it first, under a lock of all sessions: what another process has kept is never overwritten
+unseen.
 
     <kv folder>/sessions/<digest of the model, 32 hex>/<beginning of the name>-<digest of the name>.json
 
@@ -10,18 +12,25 @@ Knows nothing of pages, and no conversation beyond its parts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import OptionError
 from headrace.kv import folder as files
+from headrace.units import format_bytes
 
 MAX_NAME_CHARACTERS = 200
 FORMAT_VERSION = 1
+_UNCOUNTED_SHARE = 512
+"""Sessions of a process grow by one in so many bytes of the bound before all files are counted anew. The store leaves one in 64
+free for them."""
 _JSON = ".json"
 
 
@@ -42,6 +51,10 @@ class SessionRecord:
     updated_s: float
 
 
+Change = Callable[[SessionRecord | None, bool], SessionRecord | None]
+"""What becomes of a session: given it as it is now (None if it cannot be read), and whether it has a file; None leaves it."""
+
+
 class SessionFiles:
     """The sessions of one model. `limit_bytes` bounds the whole kv folder, as the store's does."""
 
@@ -50,6 +63,8 @@ class SessionFiles:
         self.model_digest = model_digest
         self._kv_folder, self._limit_bytes = folder, limit_bytes
         self._folder = sessions_folder(folder, model_digest)
+        # All files are counted once; then sessions may grow by a part of what the store leaves free for them.
+        self._uncounted_bytes = 0
 
     def load(self, name: str) -> SessionRecord | None:
         """The session of this name; None if there is none, or its file is damaged.
@@ -66,28 +81,55 @@ class SessionFiles:
         Raises:
             OptionError: no session can have this name.
         """
-        path = self._path(record.name)
-        assert record.model_digest == self.model_digest, "a session belongs to one model"
-        content = encode_session(record)
-        if self._limit_bytes is not None:
-            needed = files.folder_bytes(self._kv_folder) + files.file_bytes(len(content)) + files.SMALL_FILES_BYTES
-            if needed > self._limit_bytes:
-                return False
-        try:
-            files.make_private(self._folder.parent)
-            files.make_private(self._folder)
-            files.replace_file(path, content)
-        except OSError:
-            return False
-        return True
+        return self.update(record.name, lambda _current, _is_there: record) is None
 
-    def delete(self, name: str) -> bool:
-        """Forgets a session; False if there was none.
+    def update(self, name: str, change: Change) -> str | None:
+        """Replaces a session by what `change` makes of it, while no other process does.
+
+        Returns:
+            None, or why it stays as it was: the end of a sentence such as "the session is not kept: ...".
 
         Raises:
             OptionError: no session can have this name.
         """
-        return files.remove_file(self._path(name))
+        path = self._path(name)
+        try:
+            with sessions_locked(self._kv_folder) as held:
+                if not held:
+                    return f"another process has held the lock of {self._folder.parent} for too long; try again"
+                record = change(self.load(name), os.path.lexists(path))
+                if record is None:
+                    return None
+                assert record.model_digest == self.model_digest, "a session belongs to one model"
+                return self._write(path, encode_session(record))
+        except OSError as error:
+            return f"{error.strerror or error}: {self._kv_folder}"
+
+    def _write(self, path: Path, content: bytes) -> str | None:
+        files.make_private(self._folder)
+        grows_bytes = max(0, files.file_bytes(len(content)) - _file_bytes(path))
+        limit_bytes = self._limit_bytes
+        if limit_bytes is not None and grows_bytes > self._uncounted_bytes:
+            used_bytes = files.folder_bytes(self._kv_folder)
+            if used_bytes + files.file_bytes(len(content)) + files.SMALL_FILES_BYTES > limit_bytes:
+                return f"{format_bytes(used_bytes)} of {format_bytes(limit_bytes)} for the past on disk are used"
+            self._uncounted_bytes = max(grows_bytes, limit_bytes // _UNCOUNTED_SHARE)
+        files.replace_file(path, content)
+        self._uncounted_bytes -= grows_bytes
+        return None
+
+    def delete(self, name: str) -> bool:
+        """Forgets a session; False if there was none, or it cannot be removed.
+
+        Raises:
+            OptionError: no session can have this name.
+        """
+        path = self._path(name)
+        try:
+            with sessions_locked(self._kv_folder):  # also without it, if others keep it: nobody waits to forget
+                return files.remove_file(path)
+        except OSError:
+            return files.remove_file(path)
 
     def all(self) -> list[SessionRecord]:
         """All sessions of the model, the last updated first."""
@@ -96,6 +138,28 @@ class SessionFiles:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{_file_name(name)}{_JSON}"
+
+
+@contextlib.contextmanager
+def sessions_locked(folder: Path) -> Iterator[bool]:
+    """The lock of all sessions of a kv folder, for a while: False, without it, if others have had it for two seconds on end.
+
+    Raises:
+        OSError: there can be no lock.
+    """
+    lock = files.FolderLock(folder / files.SESSIONS_FOLDER)
+    try:
+        with lock.held() as held:
+            yield held
+    finally:
+        lock.close()
+
+
+def _file_bytes(path: Path) -> int:
+    try:
+        return files.file_bytes(path.lstat().st_size)
+    except OSError:
+        return 0
 
 
 def sessions_folder(folder: Path, model_digest: str) -> Path:

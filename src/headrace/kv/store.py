@@ -114,8 +114,9 @@ class DiskStore:
             self._enter_key_folder()
         except OSError as error:
             raise StorageError(
-                f"cannot keep pages in {folder}: {error.strerror or error}; name another folder with --kv-dir, or do without "
-                "the disk: --kv-disk 0"
+                f"cannot keep pages in {folder}: {error.strerror or error}; name another folder with kv_dir, or do without "
+                "the disk: kv_disk=0",
+                arguments=("kv_dir", "kv_disk"),
             ) from error
         self._budget = DiskBudget(folder, self.key_folder, limit_bytes=limit_bytes, daily_bytes=daily_bytes, clock=clock)
         with self._lock.held(wait=False) as held:

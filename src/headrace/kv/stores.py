@@ -3,12 +3,13 @@
 Pages come and go as *runs*, stretches of consecutive pages of one path (`runs.py`). A store never raises for what happens to
 its contents: a page is there, gone or damaged; a run is written or refused. Methods may be called from two threads, that of
 the requests and that of the mover. `store.py` is the store on disk; whatever has these methods can stand in its place.
+
+What is counted and measured goes to a *journal*, which need not lie where the pages do: `journal.py` keeps it in a folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -22,10 +23,6 @@ from headrace.kv.runs import Place, Run, RunDraft
 
 class PageStore(Protocol):
     """Runs of pages of one key."""
-
-    @property
-    def key_folder(self) -> Path:
-        """Where what is counted is kept."""
 
     @property
     def used_bytes(self) -> int:
@@ -73,3 +70,13 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Lets go of everything; what was written stays."""
+
+
+class Journal(Protocol):
+    """JSON by name, kept for the processes that come after."""
+
+    def read(self, name: str) -> object:
+        """What is kept under a name; None if there is nothing that makes sense."""
+
+    def merge(self, name: str, change: Callable[[object], object]) -> bool:
+        """Puts what `change` makes of the content in its place, while no other process does; False if it is not kept."""

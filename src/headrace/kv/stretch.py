@@ -23,15 +23,16 @@ Tokens = tuple[int, ...]
 class Node:
     """One page of a known past. Made, moved and removed by its tree only; `page` and `use` are the caller's.
 
-    One that was removed keeps its tokens, page, tier and use, and has no parent.
+    One that was removed keeps its tokens, page, tier and use, and has no parent. `holds` counts its pins, and the pages right
+    behind it that are held: what is held stays where it is.
     """
 
-    __slots__ = ("depth_pages", "pins", "stretch")
+    __slots__ = ("depth_pages", "holds", "pins", "stretch")
 
     def __init__(self, stretch: Stretch, depth_pages: int) -> None:
         self.stretch = stretch
         self.depth_pages = depth_pages
-        self.pins = 0
+        self.pins = self.holds = 0
 
     @property
     def tokens(self) -> Tokens:
@@ -286,6 +287,9 @@ class Stretch:
             assert node.depth_pages == depth
             assert self.start < depth <= self.end or (self.parent is None and depth == 0)
             assert node.pins >= 0
+            behind = node.children.values() if node.holds else ()
+            assert node.holds == node.pins + sum(each.holds > 0 for each in behind)
+            assert not node.holds or node.parent is None or node.parent.holds
 
     def _adopt(self, other: Stretch) -> None:
         """What begins behind another stretch begins here."""

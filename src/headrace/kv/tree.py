@@ -21,7 +21,7 @@ removed is remembered for a while by fingerprints, so that a miss has a reason.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice, repeat, takewhile
@@ -34,7 +34,7 @@ __all__ = ["Evicted", "Match", "Miss", "MissReason", "Node", "PrefixTree", "Stre
 DEFAULT_REMEMBERED = 1 << 16
 """Removed pages that are remembered: 150 bytes each, half of it where many were removed at once."""
 
-MissReason = Literal["first seen", "diverged", "evicted"]
+MissReason = Literal["first_seen", "diverged", "evicted"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,16 @@ class Miss:
 class PrefixTree:
     """Pages by their tokens and all tokens before."""
 
-    def __init__(self, page_tokens: int, *, remembered: int = DEFAULT_REMEMBERED) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        *,
+        remembered: int = DEFAULT_REMEMBERED,
+        on_hold: Callable[[Any, bool], None] = lambda page, held: None,
+    ) -> None:
+        """`on_hold` is told of each page that is held from now on, by a pin of it or of one behind it, or no longer."""
         assert page_tokens > 0
+        self._on_hold = on_hold
         self.page_tokens = page_tokens
         self._trunk = Stretch(page_tokens, 0, 0, None, [], [], [])
         self.root = self._trunk.node(0)
@@ -130,7 +138,7 @@ class PrefixTree:
             known = match.partial.tokens[match.partial_tokens :]
         elif match.num_tokens:
             known = next(reversed(node.children), ())  # the newest of those that share nothing
-        return Miss("diverged", match.num_tokens, known_tokens=known) if known else Miss("first seen", match.num_tokens)
+        return Miss("diverged", match.num_tokens, known_tokens=known) if known else Miss("first_seen", match.num_tokens)
 
     def fingerprints(self, parent: Node, tokens: Sequence[int]) -> list[int]:
         """What pages behind one are remembered by, once they are removed."""
@@ -293,18 +301,30 @@ class PrefixTree:
 
     def is_held(self, node: Node) -> bool:
         """Whether a page, or one behind it, is pinned."""
-        if any(each.pins for each in node.stretch.nodes.values() if each.depth_pages >= node.depth_pages):
-            return True
-        return any(each.pins for stretch in self._below(node.stretch) for each in stretch.nodes.values())
+        return node.holds > 0
 
     def pin(self, node: Node) -> None:
         """Keeps a page, and with it all pages before. A fork of a session is one more pin of its last page."""
         node.pins += 1
+        each: Node | None = node
+        while each is not None:
+            each.holds += 1
+            if each.holds > 1:
+                return
+            self._on_hold(each.page, True)
+            each = each.parent
 
     def unpin(self, node: Node) -> None:
         """Takes one pin away."""
         assert node.pins > 0, "the page is not pinned"
         node.pins -= 1
+        each: Node | None = node
+        while each is not None:
+            each.holds -= 1
+            if each.holds:
+                return
+            self._on_hold(each.page, False)
+            each = each.parent
 
     def check(self) -> None:
         """Asserts the invariants above, for every page."""
