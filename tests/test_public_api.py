@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 import headrace
 from headrace import errors
 
+PYTHON = (Path(__file__).parents[1] / "docs/python.md").read_text(encoding="utf-8")
 HEAVY = ("numpy", "numba", "llvmlite", "tokenizers", "jinja2", "typer", "rich", "ctypes", "threading")
 
 
@@ -68,3 +77,73 @@ def test_import_leaves_no_trace() -> None:
 def test_errors_can_be_caught_without_importing_the_engine() -> None:
     code = "import headrace, sys; headrace.OptionError; print('numpy' in sys.modules or 'headrace.engine.model' in sys.modules)"
     assert _run_python(code) == "False"
+
+
+def _own_types() -> dict[str, object]:
+    """Every class and alias of the package by its name: what annotations can name."""
+    found: dict[str, object] = {}
+    for module in pkgutil.walk_packages(headrace.__path__, "headrace."):
+        if not module.name.startswith(("headrace.cli", "headrace.kernels", "headrace.__main__")):
+            found |= {name: value for name, value in vars(importlib.import_module(module.name)).items() if name[:1].isupper()}
+    return found
+
+
+def _public_functions(owner: object) -> Iterator[tuple[str, object]]:
+    for name, value in vars(owner).items():
+        if not name.startswith("_") or name in {"__enter__", "__next__", "__await__", "__anext__"}:
+            function = value.fget if isinstance(value, property) else inspect.unwrap(getattr(value, "__func__", value))
+            if inspect.isfunction(function):
+                yield name, function
+
+
+def _named(annotation: object) -> set[str]:
+    """Names of this package's types in an annotation, however deep."""
+    if isinstance(annotation, type) and annotation.__module__.startswith("headrace."):
+        return {annotation.__name__}
+    return {name for part in typing.get_args(annotation) for name in _named(part)}
+
+
+def _returned(public: object, types: dict[str, object]) -> Iterator[tuple[str, set[str]]]:
+    """What each public method and property gives, and what the fields of a record hold."""
+    assert isinstance(public, type)
+    for base in public.__mro__:
+        if base.__module__.startswith("headrace."):
+            scope = {**types, **vars(sys.modules[base.__module__])}
+            for name, function in _public_functions(base):
+                hints = typing.get_type_hints(function, scope)
+                yield f"{public.__name__}.{name}", _named(hints.get("return"))
+            if dataclasses.is_dataclass(base):
+                for name, hint in typing.get_type_hints(base, scope).items():
+                    yield f"{public.__name__}.{name}", _named(hint)
+
+
+OF_THE_LOOP = {"Sequence.slice", "Sequence.run_alone", "Sequence.known_nodes"}
+"""What the loop asks of a sequence, and nobody else."""
+
+
+def test_what_public_calls_give_is_public_too() -> None:
+    types = _own_types()
+    missing: dict[str, set[str]] = {}
+    for name in headrace.__all__:
+        public = getattr(headrace, name)
+        if isinstance(public, type):
+            for where, given in _returned(public, types):
+                if where not in OF_THE_LOOP and not given <= set(headrace.__all__):
+                    missing[where] = given - set(headrace.__all__)
+    assert missing == {}
+
+
+def test_what_load_is_given_is_public_too() -> None:
+    hints = typing.get_type_hints(headrace.load, {**_own_types(), **vars(sys.modules[headrace.load.__module__])})
+    assert set().union(*map(_named, hints.values())) <= set(headrace.__all__)
+
+
+@pytest.mark.parametrize("name", [name for name in headrace.__all__ if not name.startswith("_")])
+def test_public_names_are_documented(name: str) -> None:
+    assert re.search(rf"`(\w+\.)?{name}\b", PYTHON), name
+
+
+def test_generating_does_not_load_asyncio() -> None:
+    assert (
+        _run_python("import sys, headrace.engine.generation; print('headrace.engine.asynchronous' in sys.modules)") == "False"
+    )

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from headrace.config import Config
+    from headrace.engine.accounts import OperationAccount
     from headrace.engine.chat import Chat, Session
     from headrace.engine.generation import Generation
-    from headrace.engine.model import Model, load
+    from headrace.engine.load import load
+    from headrace.engine.model import Model
     from headrace.engine.results import (
         FinishReason,
         GenerationResult,
+        KeptPast,
+        MissReason,
         MissReport,
         Piece,
         Reuse,
@@ -27,8 +31,10 @@ if TYPE_CHECKING:
         TokenLogprob,
         Usage,
     )
-    from headrace.engine.sampler import SamplingParams
+    from headrace.engine.sampler import SamplingOptions, SamplingParams
+    from headrace.engine.sequence import Sequence
     from headrace.errors import (
+        BusyError,
         ContextOverflowError,
         DownloadError,
         HeadraceError,
@@ -43,12 +49,16 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from headrace.model.step import LedgerTotals
-    from headrace.text.chat_template import Message
+    from headrace.text.chat_template import ChatTemplate, Message
+    from headrace.text.detokenizer import Stop
+    from headrace.text.messages import Prompt
+    from headrace.weights.progress import Progress
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Chat": "headrace.engine.chat",
+    "ChatTemplate": "headrace.text.chat_template",
     "Config": "headrace.config",
     "ContextOverflowError": "headrace.errors",
     "DownloadError": "headrace.errors",
@@ -56,31 +66,42 @@ _MODULE_OF = {
     "Generation": "headrace.engine.generation",
     "GenerationResult": "headrace.engine.results",
     "HeadraceError": "headrace.errors",
+    "KeptPast": "headrace.engine.results",
     "KernelError": "headrace.errors",
     "LedgerTotals": "headrace.model.step",
     "MemoryLimitError": "headrace.errors",
     "Message": "headrace.text.chat_template",
+    "MissReason": "headrace.engine.results",
     "MissReport": "headrace.engine.results",
     "Model": "headrace.engine.model",
     "ModelFileError": "headrace.errors",
     "ModelNotFoundError": "headrace.errors",
     "NumericError": "headrace.errors",
+    "OperationAccount": "headrace.engine.accounts",
     "OptionError": "headrace.errors",
     "Piece": "headrace.engine.results",
+    "Progress": "headrace.weights.progress",
+    "Prompt": "headrace.text.messages",
     "Reuse": "headrace.engine.results",
+    "SamplingOptions": "headrace.engine.sampler",
     "SamplingParams": "headrace.engine.sampler",
+    "Sequence": "headrace.engine.sequence",
     "Session": "headrace.engine.chat",
+    "Stop": "headrace.text.detokenizer",
     "StorageError": "headrace.errors",
+    "BusyError": "headrace.errors",
     "TemplateError": "headrace.errors",
     "Timings": "headrace.engine.results",
     "TokenLogprob": "headrace.engine.results",
     "UnsupportedModelError": "headrace.errors",
     "Usage": "headrace.engine.results",
-    "load": "headrace.engine.model",
+    "load": "headrace.engine.load",
 }
 
 __all__ = [
+    "BusyError",
     "Chat",
+    "ChatTemplate",
     "Config",
     "ContextOverflowError",
     "DownloadError",
@@ -88,20 +109,28 @@ __all__ = [
     "Generation",
     "GenerationResult",
     "HeadraceError",
+    "KeptPast",
     "KernelError",
     "LedgerTotals",
     "MemoryLimitError",
     "Message",
+    "MissReason",
     "MissReport",
     "Model",
     "ModelFileError",
     "ModelNotFoundError",
     "NumericError",
+    "OperationAccount",
     "OptionError",
     "Piece",
+    "Progress",
+    "Prompt",
     "Reuse",
+    "SamplingOptions",
     "SamplingParams",
+    "Sequence",
     "Session",
+    "Stop",
     "StorageError",
     "TemplateError",
     "Timings",

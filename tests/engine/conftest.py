@@ -8,7 +8,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -18,7 +17,6 @@ from headrace.engine.memory import MemorySettings
 from headrace.engine.model import Model
 from headrace.kernels.level import LEVELS, host_levels
 from headrace.kernels.library import KernelLibrary
-from headrace.kv import cache as kv_cache
 from headrace.kv.pages import page_bytes
 from headrace.kv.prices import PriceBook
 from headrace.weights.progress import NullProgress
@@ -88,6 +86,8 @@ def open_model(
     formats: tuple[str, ...] = ("f16",),
     wall_clock: Callable[[], float] = time.time,
     prices: PriceBook | None = None,
+    draw_seed: Callable[[], int] | None = None,
+    timer: Callable[[], float] = time.perf_counter,
 ) -> Model:
     """Packs into memory; kernels come from the cache.
 
@@ -96,7 +96,7 @@ def open_model(
     chosen = LEVELS[level] if level else host_levels()[-1]
     library = KernelLibrary(Config.from_environment().kernels_dir, chosen)
     memory = None
-    if folder is None and pages is None and formats == ("f16",):
+    if folder is None and pages is None and formats == ("f16",) and prices is None:
         weights = load_weights(path, None, NullProgress())
     else:
         weights = _packed_once(path)
@@ -106,18 +106,20 @@ def open_model(
             disk_bytes=0 if folder is None else disk_bytes,
             daily_bytes=daily_bytes,
             formats=formats,
+            prices=prices,
         )
-    with mock.patch.object(kv_cache, "PriceBook", PriceBook if prices is None else lambda: prices):
-        return Model(
-            path,
-            weights,
-            library,
-            threads=threads,
-            context=context,
-            progress=NullProgress(),
-            memory=memory,
-            wall_clock=wall_clock,
-        )
+    return Model(
+        path,
+        weights,
+        library,
+        threads=threads,
+        context=context,
+        progress=NullProgress(),
+        memory=memory,
+        wall_clock=wall_clock,
+        timer=timer,
+        **({} if draw_seed is None else {"draw_seed": draw_seed}),
+    )
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from headrace.engine.accounts import Account, operation_ticks, ticks_between, timed_rows
+from headrace.engine.accounts import Account, ticks_between, timed_rows
 from headrace.model.step import SequenceStep
 from tiny.models import TinySpec
 
@@ -37,11 +37,11 @@ def test_ticks_of_a_real_step_add_up_to_its_length(tiny_models: TinyModels, thre
     model = tiny_models.load(SPEC, threads=threads)
     sequence = model.sequence()
     sequence.append([1, 2, 3])
-    program = model._executor.last_program
-    ticks = operation_ticks(program)
+    stamps = model._executor.last.stamps[0]
+    ticks = ticks_between(stamps)
     assert (ticks >= 0).all()
-    assert ticks.sum() == program.stamps[:-1].max() - program.stamps[-1]
-    rows = timed_rows(model.step_ledger, [SequenceStep(3)], program, model._executor.team.ticks_per_us)
+    assert ticks.sum() == stamps[:-1].max() - stamps[-1]
+    rows = timed_rows(model._booking_ledger, [SequenceStep(3, chosen=True)], stamps, model._executor.team.ticks_per_us)
     assert sum(row.time_us or 0 for row in rows) == pytest.approx(ticks.sum() / model._executor.team.ticks_per_us)
     sequence.close()
 
@@ -49,12 +49,12 @@ def test_ticks_of_a_real_step_add_up_to_its_length(tiny_models: TinyModels, thre
 def test_account_sums_calls_bytes_and_time_by_class(tiny_models: TinyModels) -> None:
     model = tiny_models.load(SPEC)
     sequence = model.sequence()
-    account = Account(model.step_ledger, model.graph, model._executor.team.ticks_per_us, "decode")
+    account = Account(model._booking_ledger, model._booking_graph, model._executor.team.ticks_per_us, "decode")
     sequence.accounts.append(account)
     spans = []
     for token in range(300):  # more steps than are buffered
         sequence.append([token % 250])
-        stamps = model._executor.last_program.stamps
+        stamps = model._executor.last.stamps[0]
         spans.append(int(stamps[:-1].max() - stamps[-1]))
     sequence.close()
     classes = account.operations()

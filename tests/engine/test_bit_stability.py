@@ -12,7 +12,9 @@ import pytest
 import headrace
 from headrace.engine.batch import Slice
 from headrace.engine.model import Model
-from headrace.model.step import MAX_STEP_TOKENS, SequenceStep, attention_parts
+from headrace.model.attention_parts import attention_parts
+from headrace.model.config import ModelConfig
+from headrace.model.step import MAX_STEP_TOKENS
 from tiny.models import TinySpec
 
 if TYPE_CHECKING:
@@ -99,11 +101,11 @@ def _together(model: Model, parts: Sequence[tuple[list[int], int]]) -> list[byte
         sequence = model.sequence()
         if past:
             sequence.append(ids[:past])
-        sequence._reserve(len(ids))
+        sequence.reserve(len(ids))
         sequences.append(sequence)
         slices.append(Slice(ids[past:], past, sequence._addresses))
     try:
-        return [row.tobytes() for row in model._executor.run(slices)]
+        return [row.tobytes() for row in model._executor.run(slices).logits]
     finally:
         for sequence in sequences:
             sequence.close()
@@ -112,11 +114,15 @@ def _together(model: Model, parts: Sequence[tuple[list[int], int]]) -> list[byte
 def test_attention_is_split_for_few_tokens_only(tiny_models: TinyModels) -> None:
     # what makes the tests above cover both ways
     config = tiny_models.load(SPECS["llama"]).config
-    budget = 1 << 24
-    assert attention_parts(config, SequenceStep(1, 599), 0, 1, budget).states == 3
-    assert attention_parts(config, SequenceStep(256, 256), 0, 1, budget).states == 1
-    assert attention_parts(config, SequenceStep(1, 599), 0, 1, 0).states == 1
-    assert attention_parts(config, SequenceStep(1, 599), 40, 1, budget).first_segment == 2
+    assert _states(config, 1, 599, 0) == 3
+    assert _states(config, 256, 256, 0) == 1
+    assert _states(config, 1, 599, 0, room=2) == 1
+    assert _states(config, 1, 599, 40) == 1
+
+
+def _states(config: ModelConfig, new: int, past: int, window: int, room: int | None = None) -> int:
+    parts = attention_parts(config, np.array([new]), np.array([past]), window, 1, room=room)
+    return int(parts.row_counts[0])
 
 
 def test_smollm2_has_the_same_bits_for_any_chunks_and_threads(smollm2_path: Path) -> None:

@@ -55,7 +55,7 @@ def test_refusal_says_what_is_needed_what_is_free_and_what_would_fit() -> None:
         plan_memory(CONFIG, WEIGHTS, 4096, _free(100))
     assert str(caught.value) == (
         "Test 1B with a context of 4096 tokens needs 1.08 GB (weights 700 MB, keys and values 134 MB, "
-        "working memory 250 MB) and 1.05 GB are free: --context 3200 would fit"
+        "working memory 250 MB) and 1.05 GB are free: context=3200 would fit"
     )
 
 
@@ -66,5 +66,5 @@ def test_refusal_without_room_for_weights_says_so() -> None:
 
 @pytest.mark.parametrize("context", [0, -5, 4097])
 def test_context_out_of_range_is_refused(context: int) -> None:
-    with pytest.raises(OptionError, match=f"--context={context}.*1 to 4096"):
+    with pytest.raises(OptionError, match=f"context={context}.*1 to 4096"):
         plan_memory(CONFIG, WEIGHTS, context, None)

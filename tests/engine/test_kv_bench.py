@@ -63,7 +63,7 @@ def test_kv_bench_takes_a_short_text_whole_and_tokenizes_no_more_than_it_needs()
 
 def test_kv_bench_refuses_what_fills_no_page_or_does_not_fit() -> None:
     model = Model()
-    with pytest.raises(OptionError, match="--kv-tokens=32"):
+    with pytest.raises(OptionError, match="num_tokens=32"):
         run_kv_bench(model, num_tokens=32)
     with pytest.raises(OptionError, match="the text has 32 tokens"):
         run_kv_bench(model, "x" * 31, num_tokens=500)
@@ -83,5 +83,5 @@ def test_default_text_is_all_topics_in_order() -> None:
 
 def test_default_text_that_is_not_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(OptionError, match="--kv-text"):
+    with pytest.raises(OptionError, match="text of your own"):
         default_text()

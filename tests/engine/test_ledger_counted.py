@@ -17,6 +17,8 @@ from headrace.config import Config
 from headrace.engine.batch import Slice
 from headrace.engine.loading import load_weights
 from headrace.engine.model import Model
+from headrace.engine.sampler import SamplingParams
+from headrace.engine.sampling_rows import SamplingRow
 from headrace.kernels.fields import matmul
 from headrace.kernels.level import host_levels
 from headrace.kernels.library import _KERNEL, KernelLibrary
@@ -24,7 +26,7 @@ from headrace.kernels.packed import RECORD_BYTES
 from headrace.kernels.page_formats import F16, Q4, Q8
 from headrace.kernels.program import COMMIT, COMPUTE, NUM_BLOCKS
 from headrace.kernels.runtime import Program
-from headrace.model.graph import Product, greedy_graph
+from headrace.model.graph import Product, choosing_graph
 from headrace.model.step import PAGE_TOKENS, LedgerTotals, SequenceStep, StepLedger
 from headrace.weights.progress import NullProgress
 from tiny.models import TinySpec
@@ -57,6 +59,8 @@ STEPS = (
     [(250, 9, 1)],
     [(270, 5, 5)],
     [(300, 1, 1), (40, 2, 2), (0, 5, 1)],
+    [(300, 1, 1), (40, 1, 1), (500, 1, 1)],
+    [(0, 5, 0), (33, 1, 0)],
 )
 
 
@@ -82,15 +86,15 @@ class CountedModel:
     def __init__(self, model: Model, counter: Counter) -> None:
         self.model, self._counter = model, counter
         self.counts: list[dict[str, int]] = []
+        self.sampled: SamplingRow | None = None  # how the row of the step is sampled
         model._executor.team.run = self._run  # type: ignore[method-assign]
 
     def _run(self, program: Program) -> None:
         self.counts = []
         scratch = self.model._executor.team._memory
         _, scratch_at, _ = self._region(scratch)
-        graph = self.model.graph
-        if len(program.ops) != len(graph):
-            graph = greedy_graph(graph) * (len(program.ops) // (len(graph) + 2))
+        whole = choosing_graph(self.model.graph)
+        graph = whole * (len(program.ops) // len(whole)) or whole[: len(program.ops)]
         for op, record in zip(graph, program.ops, strict=True):
             compute, commit = _KERNEL(int(record[COMPUTE // 8])), _KERNEL(int(record[COMMIT // 8]))
             out = np.zeros(2, np.int64)
@@ -115,8 +119,11 @@ class CountedModel:
         owners = [("kv", arena.memory) for arena in model.cache.pool._arenas]
         owners += [("activation_bytes", executor.buffers.memory)]
         owners += [("activation_bytes", memory) for memory in executor._angles._memories]
-        owners += [("", program.memory), ("", executor.team._memory)]
+        owners += [("", program.memory), ("", executor.team._memory), ("", executor.buffers.parts)]
         regions += [(name, *self._region(memory)[1:]) for name, memory in owners]
+        if self.sampled is not None:
+            owned = (self.sampled._history, self.sampled._biases, self.sampled._mask)
+            regions += [("", *self._region(memory)[1:]) for memory in owned if memory is not None]
         counts = dict.fromkeys(CLASSES, 0)
         known = np.zeros(len(accesses), bool)
         for name, start, end in regions:
@@ -193,7 +200,7 @@ def _check_step(counted: CountedModel, step: Sequence[tuple[int, int, int]], pag
     ids = iter(range(model.vocab_size))
     for past, new, outputs in step:
         sequence = model.sequence()
-        sequence._reserve(past + new)
+        sequence.reserve(past + new)
         sequences.append(sequence)
         formats = tuple(page_formats[i % len(page_formats)] for i in range(past // PAGE_TOKENS)) if page_formats else ()
         addresses = sequence._addresses.copy()
@@ -203,14 +210,19 @@ def _check_step(counted: CountedModel, step: Sequence[tuple[int, int, int]], pag
             pages.append(page)
             addresses[number] = pool.address(page)
         slices.append(Slice([next(ids) for _ in range(new)], past, addresses, outputs))
-        batch.append(SequenceStep(new, past, outputs, page_formats=formats))
-    model._executor.run(slices)
+        batch.append(SequenceStep(new, past, outputs, chosen=True, page_formats=formats))
+    assert model._executor.run(slices).sequence_steps() == tuple(batch)
     for page in pages:
         pool.release(page)
     for sequence in sequences:
         sequence.close()
-    rows = model.step_ledger.rows(batch)
-    found = counted.counts
+    _compare(counted, batch)
+
+
+def _compare(counted: CountedModel, batch: Sequence[SequenceStep]) -> None:
+    """What the ledger declares is what was counted in the last step, operation by operation and in all."""
+    model, found = counted.model, counted.counts
+    rows = model._booking_ledger.rows(batch)
     wrong = [
         f"{row.operation} {row.format} of layer {row.layer}: {kind} {getattr(row, kind)} declared, {counts[kind]} touched"
         for row, counts in zip(rows, found, strict=True)
@@ -219,17 +231,17 @@ def _check_step(counted: CountedModel, step: Sequence[tuple[int, int, int]], pag
     ]
     assert wrong == []
     totals = LedgerTotals(1, sum(row.macs for row in rows), *(sum(each[kind] for each in found) for kind in CLASSES))
-    assert model.step_ledger.totals(batch) == totals
+    assert model._booking_ledger.totals(batch) == totals
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_ledger_declares_the_bytes_of_steps_that_choose_their_token(counted: dict[str, CountedModel], name: str) -> None:
     model = counted[name].model
     sequence = model.sequence()
-    sequence._reserve(302)
-    model._executor.run_ahead(7, 300, sequence._addresses, 2)
+    sequence.reserve(302)
+    model._executor.run([Slice([7], 300, sequence._addresses)], 2)
     sequence.close()
-    ledger = StepLedger(model.config, greedy_graph(model.graph), 1)
+    ledger = StepLedger(model.config, choosing_graph(model.graph), 1)
     batches = [(SequenceStep(1, past, chosen=True),) for past in (300, 301)]
     rows = [row for batch in batches for row in ledger.rows(batch)]
     declared = [{kind: getattr(row, kind) for kind in CLASSES} for row in rows]
@@ -239,3 +251,63 @@ def test_ledger_declares_the_bytes_of_steps_that_choose_their_token(counted: dic
         total = ledger.totals(batch)
         assert total == LedgerTotals(1, *(sum(getattr(row, kind) for row in ledger.rows(batch)) for kind in ("macs", *CLASSES)))
         assert ledger.totals((SequenceStep(1, batch[0].past_tokens),)) == model.step_ledger.totals(batch)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("pasts", "groups"),
+    [
+        # (past of each sequence, pages shared with the sequences of its group)
+        ((300, 310, 290), ((9, (0, 1, 2)),)),
+        ((400, 40, 420, 330, 500), ((8, (0, 2, 3)), (10, (0, 2)))),
+        ((40, 41), ((1, (0, 1)),)),
+    ],
+    ids=str,
+)
+def test_ledger_counts_shared_pages_once(
+    counted: dict[str, CountedModel], name: str, pasts: Sequence[int], groups: Sequence[tuple[int, tuple[int, ...]]]
+) -> None:
+    model = counted[name].model
+    slices, sequences = [], []
+    for number, past in enumerate(pasts):
+        sequence = model.sequence()
+        sequence.reserve(past + 1)
+        sequences.append(sequence)
+        slices.append(Slice([number], past, sequence._addresses.copy()))
+    apart = model._booking_ledger.totals(model._executor.run(slices).sequence_steps())
+    for pages, members in groups:
+        for member in members[1:]:
+            slices[member].page_addresses[:pages] = slices[members[0]].page_addresses[:pages]
+    slices = [Slice(part.token_ids, part.past_tokens, part.page_addresses.copy()) for part in slices]
+    batch = model._executor.run(slices).sequence_steps()
+    for sequence in sequences:
+        sequence.close()
+    assert any(part.shared_pages for part in batch)
+    _compare(counted[name], batch)
+    assert model._booking_ledger.totals(batch).kv_read_bytes < apart.kv_read_bytes
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_ledger_declares_the_bytes_of_steps_that_draw_their_token(
+    counted: dict[str, CountedModel], name: str, penalty: float
+) -> None:
+    model = counted[name].model
+    params = SamplingParams(temperature=1.0, top_k=0, min_p=0.0, repeat_penalty=penalty)
+    row = SamplingRow(params, model.vocab_size, 400)
+    row.note([1] * 301, 0)
+    counted[name].sampled = row
+    sequence = model.sequence()
+    sequence.reserve(302)
+    model._executor.run([Slice([7], 300, sequence._addresses, sampling=row)])
+    sequence.close()
+    counted[name].sampled = None
+    ledger = StepLedger(model.config, choosing_graph(model.graph), 1)
+    batch = (SequenceStep(1, 300, chosen=True, edited=row.is_edited),)
+    *declared, _ = [{kind: getattr(each, kind) for kind in CLASSES} for each in ledger.rows(batch)]
+    *touched, drawn = counted[name].counts
+    assert declared == touched
+    # how many candidates a draw looks at is up to the logits, and no row of the ledger
+    assert 0 < drawn["activation_bytes"] <= 4 * model.vocab_size
+    total = LedgerTotals(1, *(sum(getattr(each, kind) for each in ledger.rows(batch)) for kind in ("macs", *CLASSES)))
+    assert ledger.totals(batch) == total

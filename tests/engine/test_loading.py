@@ -182,7 +182,7 @@ def test_folder_that_cannot_be_written_still_serves_what_it_holds(
 def test_folder_that_cannot_be_made_is_one_sentence(source: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(StorageError, match="--no-cache"):
+    with pytest.raises(StorageError, match="cache=False"):
         _load(source, blocked / "packed")
 
 

@@ -21,7 +21,8 @@ from headrace.engine.generation import Generation
 from headrace.engine.model import Model
 from headrace.errors import ContextOverflowError
 from headrace.kv.pages import pages_for
-from tiny.memory import Clock, FixedPrices, Logits, Reference, crash, recorded_logits, run_files
+from headrace.model.step import PAGE_TOKENS
+from tiny.memory import Clock, FixedPrices, Reference, Seen, crash, recorded_logits, run_files
 from tiny.models import TinySpec
 from tiny.runs import disk_bytes
 
@@ -56,11 +57,11 @@ class Open:
     """An answer that is still coming."""
 
     def __init__(self, generation: Generation, prompt_ids: list[int]) -> None:
-        self.generation, self.prompt_ids, self.sampled = generation, prompt_ids, list[Logits]()
+        self.generation, self.prompt_ids, self.seen = generation, prompt_ids, list[Seen]()
 
     def take(self, num_pieces: int | None) -> bool:
         """Asks for some pieces, or for all; whether it has ended."""
-        with recorded_logits() as sampled:
+        with recorded_logits() as recorded:
             try:
                 while num_pieces is None or num_pieces > 0:
                     next(self.generation)
@@ -68,7 +69,7 @@ class Open:
             except StopIteration:
                 return True
             finally:
-                self.sampled += sampled
+                self.seen += recorded[self.generation._live]
         return False
 
 
@@ -118,7 +119,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def fits(self, num_tokens: int) -> bool:
         """Whether there is room in memory for a past, beside what is being answered."""
-        held = sum(len(each.generation._sequence.pages) for each in self.opened)
+        held = sum(len(each.generation._live.sequence.pages) for each in self.opened if each.generation._live.sequence)
         return pages_for(num_tokens) + held + 2 <= self.pages
 
     def begin(self, generation: Generation, prompt_ids: list[int]) -> Open:
@@ -128,7 +129,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def go_on(self, each: Open, num_pieces: int | None) -> None:
         """Takes pieces of an answer; one that has ended is right to the bit."""
-        plan = each.generation._plan
+        plan = each.generation._live.request
         self.opened.remove(each)
         may_fail = not self.fits(len(plan.prompt_ids) + plan.max_tokens)
         try:
@@ -144,10 +145,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def end(self, each: Open) -> None:
         answer = list(each.generation.token_ids)
         if self.formats == ("f16",):
-            self.reference.check(each.prompt_ids, answer, each.sampled)
+            self.reference.check(each.prompt_ids, answer, each.seen)
         reuse = each.generation.result.reuse
         known = reuse.memory_tokens + reuse.disk_tokens
-        if each.sampled:
+        if each.seen:
             assert known + reuse.computed_tokens == len(each.prompt_ids)
             # every miss has a reason: all but the last token, which is always computed
             misses = [miss for miss in reuse.misses if "for a step" not in miss.detail]
@@ -206,7 +207,7 @@ class MemoryMachine(RuleBasedStateMachine):
         except ContextOverflowError:
             chat.reset()
             return
-        self.go_on(self.begin(generation, list(generation._plan.prompt_ids)), None)
+        self.go_on(self.begin(generation, list(generation.prompt_ids)), None)
 
     @rule(
         which=st.integers(0, 2),
@@ -308,6 +309,31 @@ class MemoryMachine(RuleBasedStateMachine):
             other.close()
 
     # what must hold
+
+    @rule(which=one_of_two, more=st.sampled_from((0, 1, 40)), max_tokens=st.integers(1, 9), take=takes)
+    def ask_what_is_being_answered(self, which: int, more: int, max_tokens: int, take: int | None) -> None:
+        """The whole pages of a prompt that is being answered are known to others, where nobody had to leave memory."""
+        if not self.opened:
+            return
+        first = self.opened[which % len(self.opened)]
+        prompt = [*first.prompt_ids, *DOCUMENTS[0][:more]]
+        sequence = first.generation._live.sequence
+        if first.seen and sequence is not None and not sequence.cold:
+            assert self.model is not None
+            found = self.model.cache.find(prompt)
+            self.model.cache.let_go(found)
+            assert found.num_near >= len(first.prompt_ids) // PAGE_TOKENS
+        self._ask(prompt, max_tokens, True, take)
+
+    @invariant()
+    def what_live_requests_share_is_known(self) -> None:
+        for each in self.opened if self.model is not None else ():
+            sequence = each.generation._live.sequence
+            if sequence is not None and sequence.shared is not None and sequence.shared.last is not None:
+                assert self.model is not None
+                pages = sequence.shared.num_pages
+                assert self.model.cache.tree.match(sequence.token_ids[: pages * PAGE_TOKENS]).last is sequence.shared.last
+                assert sequence.shared.last.pins
 
     @invariant()
     def books_agree_and_bounds_hold(self) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from headrace.engine.answer import Answer
 from headrace.engine.model import Model
-from headrace.engine.sampler import Sampled, Sampler
+from headrace.engine.sampler import Sampled
 from headrace.errors import ContextOverflowError
 from tiny import models as tiny
 from tiny.memory import Reference, Ticks, answer, known_tokens, only_miss, plain_ids
@@ -73,7 +74,7 @@ def test_prompt_that_cannot_fit_is_refused_before_anything_is_evicted(opened: Op
     conversations = [plain_ids(4 * 32, seed) for seed in range(5)]
     for conversation in conversations:
         answer(model, reference, conversation, 1)
-    with pytest.raises(ContextOverflowError, match=r"800 tokens do not fit: there is room for 768.*--kv-disk"):
+    with pytest.raises(ContextOverflowError, match=r"800 tokens .* need 26 pages of 32 tokens and memory holds 24.*kv_disk"):
         model.generate_ids(plain_ids(800, 99)).text()
     model.cache.check()
     for conversation in conversations:
@@ -128,7 +129,8 @@ def test_newlines_that_read_back_as_one_token_are_found_again(
     model = open_file(write_model(tmp_path / "newlines.gguf", spec))
     (newline,), (double,) = model.tokenize("\n"), model.tokenize("\n\n")
     assert newline != double
-    monkeypatch.setattr(Sampler, "sample", lambda *_: Sampled(newline))
+    take = Answer.take
+    monkeypatch.setattr(Answer, "take", lambda self, _: take(self, Sampled(newline)))
     chat = model.chat()
     chat.send("the", max_tokens=2, temperature=0.0, logprobs=1).text()
     assert chat.messages[-1].content == "\n\n"
@@ -163,5 +165,5 @@ def test_fork_copies_no_page_and_takes_no_time(opened: Open, reference: Referenc
     known = len(copy.token_ids) - 1
     for turn in turns:
         turn.text()
-        reference.check(turn._plan.prompt_ids, turn.token_ids, [])
+        reference.check(turn.prompt_ids, turn.token_ids, [])
         assert turn.result.usage.cached_tokens >= known

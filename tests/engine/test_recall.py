@@ -103,7 +103,7 @@ def test_every_token_of_a_prompt_is_counted_once(opened: Open, reference: Refere
     assert found + sum(counters.missed_tokens.values()) + 5 == counters.prompt_tokens
     # the second prompt's first 192 tokens were in memory by then, and the third shares 70
     assert counters.memory_tokens == 192 + 64 + 6
-    assert counters.missed_tokens == {"diverged": 69, "damaged": 32, "first seen": 49}
+    assert counters.missed_tokens == {"diverged": 69, "damaged": 32, "first_seen": 49}
     assert counters.read_bytes >= counters.disk_tokens // P * model.page_bytes()
 
 
@@ -220,16 +220,16 @@ def test_past_that_another_request_lost_is_not_given_to_anybody(
 def test_past_that_memory_has_no_room_to_read_is_computed_and_not_mistaken_for_another(
     opened: Open, reference: Reference, keep: Callable[..., None], known: int
 ) -> None:
-    """Another answer holds nearly all memory: there is room for the prompt, but not for what reading pages anew takes."""
+    """Another sequence holds nearly all memory: there is room for the prompt, but not for what reading pages anew takes."""
     keep(plain_ids(400), plain_ids(200, 1))
     model = opened(pages=16)
-    other = model.generate_ids([*plain_ids(400), 7], max_tokens=30, temperature=0.0, ignore_end=True)
-    next(other)
+    other = model.sequence()
+    other.append([*plain_ids(400), 7])
     reuse = answer(model, reference, [*plain_ids(200, 1)[:known], 8, 7, 6], 8).result.reuse
-    assert "no room" in {miss.reason for miss in reuse.misses}
+    assert "no_room" in {miss.reason for miss in reuse.misses}
     assert reuse.disk_tokens + sum(miss.num_tokens for miss in reuse.misses) == known + 2
     model.cache.check()
-    other.text()
+    other.close()
     reference.check([*plain_ids(400), 7], other.token_ids, [])
 
 

@@ -113,7 +113,7 @@ def test_every_attention_waits_for_its_layer(run: Run, past: int, count: int) ->
         run.check(past, count, late, min(count, 3))
         assert late.waited == list(range(len(run.config.layers)))
     run.check(past, count, None)
-    streamed = run.executor.last_streamed
+    streamed = run.executor.last.streamed
     assert streamed is None
 
 
@@ -137,10 +137,10 @@ def test_waiting_is_part_of_the_time_of_attention(run: Run, monkeypatch: pytest.
 
     monkeypatch.setattr(late, "wait_for", slowly)
     run.check(512, 1, late)
-    streamed = run.executor.last_streamed
+    streamed = run.executor.last.streamed
     assert streamed is not None
     assert streamed.streamed_bytes == 0
-    stamps = run.executor.last_stamps
+    stamps = run.executor.last.stamps[0]
     assert 0.008 < streamed.waited_s <= (stamps[:-1].max() - stamps[-1]) / run.executor.team.ticks_per_us / 1e6
 
 
@@ -263,8 +263,9 @@ def test_pages_that_are_gone_are_computed(
     generation = answer(model, reference, [*past, *restarts.new_tokens(20)], 2)
     assert len(arrivals) == 1
     reuse = generation.result.reuse
-    assert {miss.reason for miss in reuse.misses} == {"gone", "first seen"}
-    assert reuse.disk_tokens == 4 * PAGE_TOKENS
+    assert {miss.reason for miss in reuse.misses} == {"gone", "first_seen"}
+    # four pages of the prompt, and the last one, which was written with the answer
+    assert reuse.disk_tokens == 5 * PAGE_TOKENS
     checked_memory(model)
 
 

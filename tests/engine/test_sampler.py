@@ -267,3 +267,52 @@ def test_sampling_params_refuse_a_bad_value_and_name_it(name: str, value: object
     with pytest.raises(OptionError) as caught:
         SamplingParams(**{name: value})
     assert str(caught.value).startswith(f"{name}={value!r} cannot be used: give a ")
+
+
+def test_sampler_adds_biases_before_penalties_and_masks_last() -> None:
+    logits = np.array([1.0, -2.0, 0.5, 3.0], dtype=np.float32)
+    params = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=2.0, logit_bias={0: -4.0, 2: 1.5})
+    ids, probabilities = Sampler(params, 4).distribution(logits, [0, 2], np.array([True, True, True, False]))
+    # token 0: 1 - 4 = -3, times 2; token 2: 0.5 + 1.5 = 2, divided by 2
+    weights = np.exp([-6.0, -2.0, 1.0])
+    assert ids.tolist() == [0, 1, 2]
+    assert probabilities == pytest.approx(weights / weights.sum(), abs=PROBABILITY_TOLERANCE)
+
+
+@given(logits=rows(2), params=params_strategy(), data=st.data())
+def test_sampler_with_a_mask_is_the_sampler_of_what_is_allowed(
+    logits: np.ndarray, params: SamplingParams, data: st.DataObject
+) -> None:
+    allowed = np.array(data.draw(st.lists(st.booleans(), min_size=len(logits), max_size=len(logits)).filter(any)))
+    assume(twin_distribution(logits[allowed], [], params)[2] > MASS_TOLERANCE)
+    names = np.flatnonzero(allowed)
+    expected_ids, expected = Sampler(params, len(names)).distribution(logits[allowed], [])
+    ids, probabilities = Sampler(params, len(logits)).distribution(logits, [], allowed)
+    assert ids.tolist() == names[expected_ids].tolist()
+    assert probabilities == pytest.approx(expected, abs=PROBABILITY_TOLERANCE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sampler_refuses_a_mask_that_allows_nothing(temperature: float) -> None:
+    with pytest.raises(OptionError, match="no token is allowed here: a mask of allowed tokens has to allow at least one"):
+        Sampler(SamplingParams(temperature=temperature), 3).sample(np.zeros(3, np.float32), [], 0, np.zeros(3, bool))
+
+
+def test_sampler_refuses_a_bias_of_a_token_that_is_not_there() -> None:
+    with pytest.raises(OptionError, match=r"logit_bias names token 9, and the model's tokens are 0 to 8"):
+        Sampler(SamplingParams(logit_bias={9: 1.0}), 9)
+
+
+@pytest.mark.parametrize("biases", [{-1: 1.0}, {"a": 1.0}, {True: 1.0}, {3: 101.0}, {3: math.nan}, {3: -math.inf}, [1.0]])
+def test_sampling_params_refuse_bad_biases(biases: object) -> None:
+    with pytest.raises(OptionError, match=r"logit_bias.* cannot be used: give "):
+        SamplingParams(logit_bias=biases)  # type: ignore[arg-type]
+
+
+def test_sampling_params_keep_their_biases_when_the_callers_change() -> None:
+    biases = {3: 1.0}
+    params = SamplingParams(logit_bias=biases)
+    biases[4] = 2.0
+    assert params.logit_bias == {3: 1.0}
+    assert not params.takes_largest
+    assert hash(params) == hash(SamplingParams())

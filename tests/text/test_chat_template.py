@@ -45,7 +45,7 @@ def test_template_is_given_bos_and_eos_and_variables(smollm2: Tokenizer) -> None
 
 
 def test_template_that_is_missing_says_to_go_without(smollm2: Tokenizer) -> None:
-    with pytest.raises(TemplateError, match="--raw"):
+    with pytest.raises(TemplateError, match="raw=True"):
         ChatTemplate(None, smollm2)
 
 

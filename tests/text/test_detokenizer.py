@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import OptionError
-from headrace.text.detokenizer import StreamingDetokenizer
+from headrace.text.detokenizer import StreamingDetokenizer, stop_strings
 from headrace.text.tokenizer import Tokenizer
 
 
@@ -67,10 +67,17 @@ def test_detokenizer_stops_at_a_stop_string_that_the_end_completes() -> None:
     assert (detokenizer.push(1), detokenizer.finish(), detokenizer.stopped) == ("a", "", True)
 
 
-@pytest.mark.parametrize("stop", [[""], ["a", ""], "abc"])
-def test_detokenizer_refuses_empty_stop_strings(stop: list[str]) -> None:
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], [b"a"], [1]])
+def test_detokenizer_refuses_stop_strings_that_are_empty_or_no_text(stop: list[str]) -> None:
     with pytest.raises(OptionError, match="stop="):
         StreamingDetokenizer(Pieces([]), stop)
+
+
+def test_one_stop_string_is_the_whole_text_and_not_its_letters() -> None:
+    detokenizer = StreamingDetokenizer(Pieces([b"NODE, ", b"THEN E", b"ND."]), "END")
+    assert "".join(detokenizer.push(token_id) for token_id in (1, 2, 3)) == "NODE, THEN "
+    assert stop_strings("END") == stop_strings(["END", "END"]) == ("END",)
+    assert stop_strings(None) == stop_strings([]) == ()
 
 
 some_bytes = st.lists(st.binary(max_size=6) | st.text("aé€😀", max_size=3).map(str.encode), max_size=20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,10 @@ import pytest
 
 from headrace.engine.batch import Slice
 from headrace.engine.generation import Generation
+from headrace.engine.live import Live
+from headrace.engine.loop import Loop
 from headrace.engine.model import Model
 from headrace.engine.results import MissReport
-from headrace.engine.sampler import Sampled, Sampler
 from headrace.kernels.runtime import Memory
 from headrace.kv import runs
 from headrace.kv.pages import layer_bytes, page_bytes, pages_for
@@ -27,6 +29,9 @@ from headrace.kv.runs import parse_header
 from headrace.model.step import MAX_STEP_TOKENS
 
 Logits = npt.NDArray[np.float32]
+Seen = tuple[int, Logits]
+"""The position of a token, and what it was chosen from."""
+Recorded = defaultdict[Live, list[Seen]]
 
 
 class FixedPrices(PriceBook):
@@ -94,40 +99,39 @@ class Reference:
             self._known[ids] = self._model.logits(ids)
         return self._known[ids]
 
-    def check(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], sampled: Sequence[Logits]) -> None:
-        """An answer, and the logits that its tokens were sampled from, are to the bit what they are without any past."""
+    def check(self, prompt_ids: Sequence[int], answer_ids: Sequence[int], seen: Sequence[Seen]) -> None:
+        """An answer, and the logits that its tokens were chosen from, are to the bit what they are without any past."""
         rows = self.logits([*prompt_ids, *answer_ids])[len(prompt_ids) - 1 :]
         assert list(answer_ids) == rows[:-1].argmax(axis=1).tolist()
-        assert len(sampled) <= len(rows)
-        for row, logits in zip(rows, sampled, strict=False):
-            assert np.array_equal(row.view(np.uint32), logits.view(np.uint32))
+        for position, logits in seen:
+            if position <= len(prompt_ids) + len(answer_ids):  # a cancelled answer forgets what nobody read
+                assert np.array_equal(rows[position - len(prompt_ids)].view(np.uint32), logits.view(np.uint32))
 
 
 @contextmanager
-def recorded_logits() -> Iterator[list[Logits]]:
-    """The logits that samplers are given meanwhile; the tokens of steps taken ahead are chosen without one."""
-    seen: list[Logits] = []
-    real = Sampler.sample
+def recorded_logits() -> Iterator[Recorded]:
+    """What tokens are chosen from meanwhile, by request; those of steps that were taken ahead are not seen."""
+    recorded: Recorded = defaultdict(list)
 
-    def sample(self: Sampler, logits: Logits, *rest: object) -> Sampled:
-        seen.append(logits.copy())
-        return real(self, logits, *rest)  # type: ignore[arg-type]
+    def watch(live: Live, logits: Logits) -> None:
+        recorded[live].append((len(live.answer.history), logits.copy()))
 
-    with mock.patch.object(Sampler, "sample", sample):
-        yield seen
+    with mock.patch.object(Loop, "watch", staticmethod(watch)):
+        yield recorded
 
 
 def answer(
     model: Model, reference: Reference, prompt_ids: Sequence[int], max_tokens: int = 4, *, every: bool = True
 ) -> Generation:
     """An answer of tokens that is right to the bit; with `every`, the logits of every step are compared."""
-    with recorded_logits() as sampled:
+    with recorded_logits() as recorded:
         generation = model.generate_ids(
             prompt_ids, max_tokens=max_tokens, temperature=0.0, ignore_end=True, logprobs=1 if every else 0
         )
         generation.text()
-    assert len(sampled) == (len(generation.token_ids) if every else 1)
-    reference.check(prompt_ids, generation.token_ids, sampled)
+    seen = recorded[generation._live]
+    assert len(seen) == len(generation.token_ids) if every else seen
+    reference.check(prompt_ids, generation.token_ids, seen)
     return generation
 
 
@@ -200,7 +204,7 @@ class PagedRun:
     def check_step(self, part: Slice, pages: Iterable[int]) -> None:
         """A step has the bits of the computation from nothing, and so have some pages afterwards."""
         end = part.past_tokens + len(part.token_ids)
-        rows = self.executor.run([part])
+        rows = self.executor.run([part]).logits
         assert np.array_equal(rows.view(np.uint32), self.expected[end - part.num_outputs : end].view(np.uint32))
         for index in pages:
             assert np.array_equal(self.page(index), self.whole_page(index))

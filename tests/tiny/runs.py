@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from headrace.kv.journal import FolderJournal
 from headrace.kv.store import DiskStore, Failure, PageShape, Place, Run, RunDraft, StoreKey
 from headrace.model.step import PAGE_TOKENS
 
@@ -30,6 +31,11 @@ def open_store(
 ) -> DiskStore:
     """A store with room for everything, unless told otherwise."""
     return DiskStore(folder, key, shape, limit_bytes=limit_bytes, daily_bytes=daily_bytes, clock=clock)
+
+
+def journal_of(store: DiskStore) -> FolderJournal:
+    """Where what is counted beside the pages of a store is kept."""
+    return FolderJournal(store.key_folder, store.folder)
 
 
 def draft(

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from headrace.kernels.runtime import Program
 from headrace.model.graph import Operation
 from headrace.model.step import LedgerRow, LedgerTotals, SequenceStep, StepLedger
 
@@ -38,14 +37,23 @@ class Account:
         self.phase = phase
         self._totals = LedgerTotals()
         self._batches: list[tuple[SequenceStep, ...]] = []
+        self._sharers: list[int] = []
         self._num_summed = 0
         self._stamps: npt.NDArray[np.int64] = np.zeros((_BUFFERED_STEPS, len(graph) + 1), np.int64)
         self._num_stamps = 0
         self._ticks: npt.NDArray[np.int64] = np.zeros(len(graph), np.int64)
 
-    def add(self, batch: tuple[SequenceStep, ...], stamps: npt.NDArray[np.int64], began: int) -> None:
-        """Books a step that has run: when each of its operations was complete, and when the first could begin."""
+    def add(self, batch: tuple[SequenceStep, ...], stamps: npt.NDArray[np.int64], began: int, *, sharers: int = 1) -> None:
+        """Books a step that has run, or this request's part of it.
+
+        Args:
+            batch: what was computed for whom.
+            stamps: when each of its operations was complete, int64 [num_ops].
+            began: when the first could begin.
+            sharers: requests that the weights of the step were read for; each books an equal share of them.
+        """
         self._batches.append(batch)
+        self._sharers.append(sharers)
         row = self._stamps[self._num_stamps]
         row[: len(stamps)] = stamps
         row[len(stamps) :] = began  # operations that took no part, and the last place: when the step began
@@ -56,8 +64,9 @@ class Account:
     @property
     def totals(self) -> LedgerTotals:
         """The ledger's totals of all steps so far."""
-        for batch in self._batches[self._num_summed :]:
-            self._totals = self._totals + self._ledger.totals(batch)
+        for batch, sharers in zip(self._batches[self._num_summed :], self._sharers[self._num_summed :], strict=True):
+            totals = self._ledger.totals(batch)
+            self._totals += replace(totals, weight_bytes=totals.weight_bytes // sharers)
         self._num_summed = len(self._batches)
         return self._totals
 
@@ -65,12 +74,12 @@ class Account:
         """Sums by class of operation, in the order of the step."""
         self._sum_ticks()
         sums: dict[str, list[float]] = {}
-        for batch in self._batches:
+        for batch, sharers in zip(self._batches, self._sharers, strict=True):
             for row in self._ledger.rows(batch):
                 entry = sums.setdefault(_label(row), [0, 0, 0, 0.0])
                 entry[0] += 1
                 entry[1] += row.macs
-                entry[2] += row.total_bytes
+                entry[2] += row.total_bytes - row.weight_bytes + row.weight_bytes // sharers
         every_operation = self._ledger.rows((SequenceStep(1, chosen=True),))
         for row, ticks in zip(every_operation, self._ticks, strict=True):
             if ticks:
@@ -98,18 +107,13 @@ def ticks_between(stamps: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.diff(np.maximum.accumulate(np.roll(stamps, 1, axis=-1), axis=-1), axis=-1)
 
 
-def operation_ticks(program: Program) -> npt.NDArray[np.int64]:
-    """Ticks of each operation of the step that a program ran last, int64 [num_ops]."""
-    return ticks_between(program.stamps)
-
-
 def timed_rows(
-    ledger: StepLedger, batch: Sequence[SequenceStep], program: Program, ticks_per_us: float
+    ledger: StepLedger, batch: Sequence[SequenceStep], stamps: npt.NDArray[np.int64], ticks_per_us: float
 ) -> tuple[LedgerRow, ...]:
-    """The ledger of the step that a program ran last, with measured time."""
+    """The ledger of a step with measured time, out of its stamps as `ticks_between` takes them."""
     rows = ledger.rows(batch)
     return tuple(
-        replace(row, time_us=float(ticks) / ticks_per_us) for row, ticks in zip(rows, operation_ticks(program), strict=True)
+        replace(row, time_us=float(ticks) / ticks_per_us) for row, ticks in zip(rows, ticks_between(stamps), strict=True)
     )
 
 

@@ -1,31 +1,28 @@
-"""What one step is asked to do, and the tables of it that kernels read.
+"""What one step is asked to do: for each sequence of a batch, `num_tokens` new tokens follow `past_tokens` known ones.
 
-For each sequence of a batch, `num_tokens` new tokens follow `past_tokens` known ones; rows of the step are the new
-tokens of all sequences, one sequence after the other.
+Rows of the step are the new tokens of all sequences, one sequence after the other. Sequences that share their beginning
+lie next to each other, so that attention can read what they share once; results are handed out in the order that was
+asked for. What the kernels read of all this is `tables.py`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.kernels.program import MAX_BLOCKS
-from headrace.kernels.tables import (
-    ENTRY_WORDS,
-    MERGE_ENTRY_WORDS,
-    SEGMENT_TOKENS,
-    TOKEN_WORDS,
-    state_bytes,
-)
-from headrace.model.config import ModelConfig
-from headrace.model.graph import Attention, Operation
-from headrace.model.step import PAGE_TOKENS, SequenceStep, attention_parts
+from headrace.kernels.page_formats import FORMAT_BITS
+from headrace.model.step import PAGE_TOKENS, SequenceStep
+
+if TYPE_CHECKING:
+    from headrace.engine.tables import Blocks
 
 Words = npt.NDArray[np.int64]
+_PAGINGS_KEPT = 8
 
 
 class ColdSource(Protocol):
@@ -61,12 +58,20 @@ class Arriving(Protocol):
         """Waits until one layer of all of them is there; raises if it will never be."""
 
 
+class RowSampling(Protocol):
+    """How the token of a row of logits is drawn, as the step's kernels read it."""
+
+    def write(self, words: Words, position: int) -> None:
+        """Fills the row's record, int64 [SAMPLE_WORDS], for the token at `position`, the one that follows the row's."""
+
+
 @dataclass(frozen=True)
 class Slice:
     """New tokens of one sequence: their ids, how many tokens are known before them, and the addresses of its pages.
 
-    `num_outputs` logits rows are wanted, for the last tokens of the slice. The addresses of `cold` pages, if there are
-    any, are not used; those of pages that are `arriving` are.
+    `num_outputs` logits rows are wanted, for the last tokens of the slice: none for a part of a prompt that is not its end.
+    The addresses of `cold` pages, if there are any, are not used; those of pages that are `arriving` are. The array of
+    addresses is never changed: who moves pages makes a new one. `sampling` says how tokens are drawn; None: the likeliest.
     """
 
     token_ids: Sequence[int]
@@ -75,124 +80,144 @@ class Slice:
     num_outputs: int = 1
     cold: ColdPages | None = None
     arriving: Arriving | None = None
+    sampling: RowSampling | None = None
 
 
-def attention_numbers(graph: Sequence[Operation], windows: Sequence[int]) -> dict[int, npt.NDArray[np.intp]]:
-    """The numbers of a graph's attention operations, by window."""
-    return {
-        window: np.array([i for i, op in enumerate(graph) if isinstance(op, Attention) and op.window == window])
-        for window in windows
-    }
+@dataclass(frozen=True, eq=False)
+class Paging:
+    """The page tables of a batch: what stays the same from step to step, until a sequence gets a page.
+
+    `order` gives the number of the slice that comes first, second, ...; None where that is the order asked for. In that
+    order, `starts` says where each page table begins in `words`, and `shared_pages` how many leading pages each has in
+    common with the one before it (None: nobody shares any).
+    """
+
+    addresses: tuple[Words, ...]
+    words: Words
+    starts: Words
+    order: Words | None
+    shared_pages: Words | None
+    blocks: dict[tuple[int, bytes], Blocks] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, addresses: tuple[Words, ...], *, may_share: bool) -> Paging:
+        """Lays page tables one behind the other; those that share their first pages next to each other, if they may."""
+        lengths = np.array([len(each) for each in addresses], np.int64)
+        if not may_share or len({int(each[0]) for each in addresses}) == len(addresses):
+            return cls(addresses, np.concatenate(addresses), np.cumsum(lengths) - lengths, None, None)
+        # equal beginnings are neighbours in any order of the tables' bytes
+        order = np.array(sorted(range(len(addresses)), key=lambda number: addresses[number].tobytes()), np.int64)
+        lengths = lengths[order]
+        words = np.concatenate([addresses[number] for number in order])
+        padded: Words = np.zeros((len(order), int(lengths.max())), np.int64)
+        inside = np.arange(padded.shape[1]) < lengths[:, None]
+        padded[inside] = words
+        differ = (padded[1:] != padded[:-1]) | ~inside[1:] | ~inside[:-1]
+        shared: Words = np.zeros(len(order), np.int64)
+        shared[1:] = np.where(differ.any(axis=1), differ.argmax(axis=1), padded.shape[1])
+        return cls(addresses, words, np.cumsum(lengths) - lengths, order, shared)
 
 
-class Tables:
-    """Fills the tables of a program: tokens, page addresses, output rows, attention blocks, states to merge."""
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The slices of a step, as arrays in the order of their rows: new, known and wanted tokens, int64 [B].
 
-    def __init__(self, config: ModelConfig, max_tokens: int, max_pages: int, states_bytes: int, threads: int) -> None:
-        self._config, self._threads = config, threads
-        self._state_bytes = state_bytes(config.head_width)
-        self._states_bytes = states_bytes
-        self.max_tokens, self._max_pages = max_tokens, max_pages
-        # a block per token and head, and one more per head for each further state that the buffer has room for
-        states_room = states_bytes // (config.heads * self._state_bytes)
-        self.max_blocks = min(MAX_BLOCKS, config.kv_heads * (max_tokens + states_room))
-        self.windows = tuple(dict.fromkeys(layer.window for layer in config.layers))
-        sizes = {
-            "tokens": max_tokens * TOKEN_WORDS,
-            "outputs": max_tokens,
-            "pages": max_pages,
-        }
-        for window in self.windows:
-            sizes[f"attention:{window}"] = self.max_blocks * ENTRY_WORDS
-            sizes[f"merge:{window}"] = max_tokens * MERGE_ENTRY_WORDS
-        self.offsets: dict[str, int] = {}
-        offset = 0
-        for name, words in sizes.items():
-            self.offsets[name] = offset
-            offset += -(-words // 8) * 8
-        self.num_words = offset
+    `output_rows` says which row each wanted row of logits is of, in the order asked for.
+    """
 
-    def fill(self, tables: Words, base: int, slices: Sequence[Slice], states: int) -> dict[int, int]:
-        """Writes the tables of a batch; `base` is their address, `states` that of the buffer of states.
+    slices: Sequence[Slice]
+    paging: Paging
+    new_tokens: Words
+    past_tokens: Words
+    outputs: Words
+    token_ids: Words
+    output_rows: Words
+    positions: Words
 
-        Returns:
-            Attention blocks by window.
-        """
-        row = page = outputs = 0
-        page_tables = []
-        for part in slices:
-            count = len(part.token_ids)
-            start = self.offsets["tokens"] + row * TOKEN_WORDS
-            tokens = tables[start : start + count * TOKEN_WORDS].reshape(count, TOKEN_WORDS)
-            positions = np.arange(part.past_tokens, part.past_tokens + count)
-            tokens[:, 0] = positions
-            tokens[:, 1] = part.page_addresses[positions // PAGE_TOKENS]
-            tokens[:, 2] = positions % PAGE_TOKENS
-            tokens[:, 3] = part.token_ids
-            assert page + len(part.page_addresses) <= self._max_pages, "more pages than the tables hold"
-            at = self.offsets["pages"] + page
-            tables[at : at + len(part.page_addresses)] = part.page_addresses
-            page_tables.append(base + 8 * at)
-            page += len(part.page_addresses)
-            wanted = self.offsets["outputs"] + outputs
-            tables[wanted : wanted + part.num_outputs] = range(row + count - part.num_outputs, row + count)
-            outputs += part.num_outputs
-            row += count
-        return {window: self._attention(tables, slices, page_tables, states, window) for window in self.windows}
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return len(self.token_ids)
 
-    def advance(self, tables: Words, part: Slice, blocks: dict[int, int]) -> None:
-        """Rewrites what changed in the tables of one new token since the same sequence's token before: see `shape`."""
-        at, past = self.offsets["tokens"], part.past_tokens
-        tables[at] = past
-        tables[at + 1] = part.page_addresses[past // PAGE_TOKENS]
-        tables[at + 2] = past % PAGE_TOKENS
-        tables[at + 3] = part.token_ids[0]
-        for window, count in blocks.items():
-            entries = self.offsets[f"attention:{window}"]
-            tables[entries + 3 : entries + count * ENTRY_WORDS : ENTRY_WORDS] = past
+    @property
+    def num_outputs(self) -> int:
+        """Rows of logits."""
+        return len(self.output_rows)
 
-    def shape(self, slices: Sequence[Slice]) -> tuple[int, ...] | None:
-        """What `advance` cannot change, if it can be used for a batch at all: equal shapes differ in one position only."""
-        if len(slices) != 1 or len(slices[0].token_ids) != 1:
+    @property
+    def decodes(self) -> bool:
+        """Whether each sequence has one new token."""
+        return len(self.new_tokens) == len(self.token_ids)
+
+    @cached_property
+    def owners(self) -> Words:
+        """The sequence of each row, int64 [T]."""
+        return np.repeat(np.arange(len(self.new_tokens)), self.new_tokens)
+
+    def shared_pages(self, ahead: int = 0) -> Words | None:
+        """Whole pages of the past that each sequence shares with the one before it, `ahead` steps from now."""
+        shared = self.paging.shared_pages
+        if shared is None:
             return None
-        past = slices[0].past_tokens
-        first = tuple(max(0, past - window + 1) // SEGMENT_TOKENS if window else 0 for window in self.windows)
-        return (id(slices[0].page_addresses), past // SEGMENT_TOKENS, *first)
+        whole = (self.past_tokens + ahead) // PAGE_TOKENS
+        limited = shared.copy()
+        limited[1:] = np.minimum(shared[1:], np.minimum(whole[1:], whole[:-1]))
+        return limited
 
-    def _attention(self, tables: Words, slices: Sequence[Slice], page_tables: list[int], states: int, window: int) -> int:
-        """Blocks of attention and entries of merge for layers with one window; returns the number of blocks."""
-        config = self._config
-        token_bytes = config.heads * self._state_bytes
-        entries_at, merge_at = self.offsets[f"attention:{window}"], self.offsets[f"merge:{window}"]
-        blocks = row = 0
-        state = states
-        budget = self._states_bytes - token_bytes * sum(len(part.token_ids) for part in slices)
-        for part, pages in zip(slices, page_tables, strict=True):
-            count = len(part.token_ids)
-            shared = attention_parts(config, SequenceStep(count, part.past_tokens), window, self._threads, budget)
-            parts, first, per_block = shared.states, shared.first_segment, shared.tile_tokens
-            budget -= token_bytes * count * (parts - 1)
-            shape = (shared.tiles, config.kv_heads, parts)
-            made = shared.tiles * config.kv_heads * parts
-            tile, head, number = (index.reshape(-1) for index in np.indices(shape))
-            token = tile * per_block
-            at = entries_at + blocks * ENTRY_WORDS
-            entries = tables[at : at + made * ENTRY_WORDS].reshape(made, ENTRY_WORDS)
-            entries[:, 0] = row + token
-            entries[:, 1] = np.minimum(per_block, count - token)
-            entries[:, 2] = head
-            entries[:, 3] = part.past_tokens + token
-            entries[:, 4] = pages
-            entries[:, 5] = first + number
-            entries[:, 6] = first + number + 1 if shared.split else first + shared.segments
-            entries[:, 7] = state + number * count * token_bytes + token * token_bytes + head * config.group * self._state_bytes
-            at = merge_at + row * MERGE_ENTRY_WORDS
-            merges = tables[at : at + count * MERGE_ENTRY_WORDS].reshape(count, MERGE_ENTRY_WORDS)
-            merges[:, 0] = state + np.arange(count) * token_bytes
-            merges[:, 1] = parts
-            merges[:, 2] = count * token_bytes
-            blocks += made
-            row += count
-            state += parts * count * token_bytes
-        assert blocks <= self.max_blocks, "more attention blocks than the tables hold"
-        return blocks
+    def sequence_steps(self, ahead: int = 0) -> tuple[SequenceStep, ...]:
+        """The step as the ledger has it, `ahead` steps from now."""
+        shared = self.shared_pages(ahead)
+        formats = self.paging.words & FORMAT_BITS
+        any_formats = bool(formats.any())
+        steps = []
+        for number, (new, past, outputs) in enumerate(
+            zip(self.new_tokens.tolist(), self.past_tokens.tolist(), self.outputs.tolist(), strict=True)
+        ):
+            start = int(self.paging.starts[number])
+            named = tuple(formats[start : start + (past + ahead) // PAGE_TOKENS].tolist()) if any_formats else ()
+            pages = int(shared[number]) if shared is not None else 0
+            steps.append(SequenceStep(new, past + ahead, outputs, chosen=True, page_formats=named, shared_pages=pages))
+        return tuple(steps)
+
+
+class BatchMaker:
+    """Makes batches of slices; page tables that it has seen lately cost nothing."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], Paging] = {}
+
+    def make(self, slices: Sequence[Slice]) -> Batch:
+        """A batch of slices that all have a token."""
+        new: Words = np.array([len(part.token_ids) for part in slices], np.int64)
+        decodes = int(new.max()) == 1
+        paging = self._paging(slices, may_share=decodes and len(slices) > 1)
+        outputs: Words = np.array([part.num_outputs for part in slices], np.int64)
+        ordered = slices if paging.order is None else [slices[number] for number in paging.order.tolist()]
+        past: Words = np.array([part.past_tokens for part in ordered], np.int64)
+        if decodes:
+            ids: Words = np.array([part.token_ids[0] for part in ordered], np.int64)
+            rows = np.arange(len(slices))
+            positions = past
+            if paging.order is not None:
+                rows[paging.order] = np.arange(len(slices))
+            output_rows = rows[outputs > 0]
+        else:
+            ids = np.concatenate([np.asarray(part.token_ids, np.int64) for part in slices])
+            ends = np.cumsum(new)
+            positions = np.arange(len(ids)) + np.repeat(past - ends + new, new)
+            wanted = np.cumsum(outputs)
+            output_rows = np.arange(int(outputs.sum())) + np.repeat(ends - wanted, outputs)
+        if paging.order is not None:
+            outputs = outputs[paging.order]
+        return Batch(slices, paging, new, past, outputs, ids, output_rows, positions)
+
+    def _paging(self, slices: Sequence[Slice], *, may_share: bool) -> Paging:
+        key = (may_share, *[id(part.page_addresses) for part in slices])
+        paging = self._known.get(key)
+        if paging is None:
+            if len(self._known) >= _PAGINGS_KEPT:
+                del self._known[next(iter(self._known))]
+            # keeps the addresses alive, so that their identity cannot be taken by others
+            paging = Paging.of(tuple(part.page_addresses for part in slices), may_share=may_share)
+            self._known[key] = paging
+        return paging

@@ -213,17 +213,22 @@ def check_counts(prompt_tokens: int, gen_tokens: int, depth_tokens: int, repeat:
     Raises:
         OptionError: a count is too small, or nothing is left to measure.
     """
-    least = {"prompt": (prompt_tokens, 0), "gen": (gen_tokens, 0), "depth": (depth_tokens, 0), "repeat": (repeat, 1)}
+    zero = {"prompt_tokens": prompt_tokens, "gen_tokens": gen_tokens, "depth_tokens": depth_tokens}
+    least = {**{name: (value, 0) for name, value in zero.items()}, "repeat": (repeat, 1)}
     for name, (value, lowest) in least.items():
         if value < lowest:
-            raise OptionError(f"--{name}={value} is too small: use {lowest} or more")
+            raise OptionError(f"{name}={value} is too small: use {lowest} or more", arguments=(name,))
     if not prompt_tokens and not gen_tokens:
-        raise OptionError("--prompt=0 and --gen=0 leave nothing to measure: set one of them")
+        raise OptionError(
+            "prompt_tokens=0 and gen_tokens=0 leave nothing to measure: set one of them",
+            arguments=("prompt_tokens", "gen_tokens"),
+        )
 
 
 def _check_room(model: BenchModel, needed_tokens: int) -> None:
     if needed_tokens > model.context_tokens:
         raise ContextOverflowError(
             f"the runs need {needed_tokens} tokens of context and {model.name} has {model.context_tokens}: "
-            "lower --depth, --prompt or --gen"
+            "lower depth_tokens, prompt_tokens or gen_tokens",
+            arguments=("depth_tokens", "prompt_tokens", "gen_tokens"),
         )

@@ -8,21 +8,24 @@ tokens when it is read back is still found.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Unpack, overload
 
 from headrace.engine.generation import Generation
 from headrace.engine.sampler import SamplingOptions, SamplingParams, sampling_params
 from headrace.errors import OptionError
-from headrace.kv.residency import DEFAULT_STANDING
-from headrace.kv.sessions import SessionFiles, SessionRecord
+from headrace.kv.residency import DEFAULT_STANDING, Standing
+from headrace.kv.sessions import MAX_NAME_CHARACTERS, SessionFiles, SessionRecord
 from headrace.text.chat_template import Message
+from headrace.text.detokenizer import Stop
 
 if TYPE_CHECKING:
     from typing import Self
 
     from headrace.engine.model import Model
+
+_MOST_COPIES = 100
+"""Numbers that are tried for the name of a session that parts from what another process has made of it."""
 
 
 class Chat:
@@ -51,7 +54,7 @@ class Chat:
         *,
         max_tokens: int = 256,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: Stop = (),
         logprobs: int = 0,
         **overrides: Unpack[SamplingOptions],
     ) -> Generation:
@@ -63,7 +66,7 @@ class Chat:
             OptionError: an option cannot be used.
             ContextOverflowError: the conversation leaves no room for an answer; it is as it was before.
         """
-        self._end_answer()
+        self.end_answer()
         template = self._model.chat_template
         messages = [*self._messages, Message("user", text)]
         added = template.encode_turn(messages, self._token_ids) if self._token_ids else None
@@ -83,10 +86,16 @@ class Chat:
 
     def reset(self) -> None:
         """Forgets all turns, the system message excepted; an answer that is still coming ends."""
-        self._end_answer()
+        self.end_answer()
         self._messages = [] if self._system is None else [Message("system", self._system)]
         self._token_ids = []
         self._changed()
+
+    @overload
+    def fork(self, name: None = None) -> Chat: ...
+
+    @overload
+    def fork(self, name: str) -> Session: ...
 
     def fork(self, name: str | None = None) -> Chat:
         """A copy that shares the past so far, with a name a session; no page is copied.
@@ -94,7 +103,7 @@ class Chat:
         Raises:
             OptionError: there is a session of this name.
         """
-        self._end_answer()
+        self.end_answer()
         copy = Chat(self._model, self._system) if name is None else self._model.new_session(name, self._system)
         copy._messages, copy._token_ids = list(self._messages), list(self._token_ids)
         copy._changed()
@@ -126,7 +135,7 @@ class Chat:
 
     def expect(self, in_s: float = 0.0) -> None:
         """A turn will come in about so many seconds: what of its past lies on disk is read ahead meanwhile."""
-        self._model.cache.expect(self._token_ids, in_s, self._standing)
+        self._model.expect(self._token_ids, in_s, self._standing)
 
     def release(self) -> None:
         """Its past may go first when room is needed: neither pinned nor expected any more."""
@@ -134,7 +143,7 @@ class Chat:
 
     def close(self, keep: bool = True) -> None:
         """Ends an answer that is still coming. Without `keep`, the past may go first when room is needed."""
-        self._end_answer()
+        self.end_answer()
         if not keep:
             self.release()
 
@@ -147,34 +156,58 @@ class Chat:
     def _ask(self, **wishes: float | bool) -> None:
         self._standing = replace(self._standing, **wishes)  # type: ignore[arg-type] # fields by name
         if self._token_ids:
-            self._model.cache.set_standing(self._token_ids, self._standing)
+            self._model.set_standing(self._token_ids, self._standing)
         self._changed()
 
     def _changed(self) -> None:
         """Something that a session keeps is different now."""
 
-    def _end_answer(self) -> None:
+    def end_answer(self) -> None:
+        """Ends an answer that is still coming; what was read of it is part of the conversation."""
         if self._answer is not None:
             self._answer.close()
             self._answer = None
 
 
+_Content = tuple[tuple[int, ...], tuple[tuple[str, str], ...]]
+
+
 class Session(Chat):
-    """A conversation with a name. It is kept on disk after each turn, where there is a folder for it."""
+    """A conversation with a name. It is kept on disk after each turn, where there is a folder for it.
+
+    Other processes may change the same session meanwhile. What they ask for (a pin, a release) holds here too; a session that
+    they delete stays deleted; and where they have added turns, this conversation goes on under a name of its own.
+    """
 
     def __init__(
-        self, model: Model, name: str, system: str | None, files: SessionFiles | None, record: SessionRecord | None
+        self,
+        model: Model,
+        name: str,
+        system: str | None,
+        files: SessionFiles | None,
+        record: SessionRecord | None,
+        not_kept: str = "nothing is kept on disk",
     ) -> None:
         super().__init__(model, system)
         self.name = name
         self._files = files
+        self.problem: str | None = not_kept if files is None else None
+        """Why it is not kept, as the end of a sentence; None if it is, or will be after its first turn."""
+        self._told: str | None = None  # the problem that its user has been told of
+        self._notices: list[str] = []
         if record is not None:
             self._messages = [Message(role, content) for role, content in record.messages]
             first = self._messages[:1]
             self._system = first[0].content if first and first[0].role == "system" else None
             self._token_ids = list(record.token_ids)
-            expires_s = math.inf if record.expires_s is None else record.expires_s
-            self._standing = replace(self._standing, pinned=record.pinned, priority=record.priority, expires_s=expires_s)
+            self._standing = self._standing_of(record)
+        self._is_there = record is not None
+        self._seen: tuple[_Content, Standing] = (_content(self._record()), self._standing)  # on disk, when last looked at
+
+    def take_notices(self) -> list[str]:
+        """What its user should know and has not been told: that it is not kept, or goes on under another name."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def close(self, keep: bool = True) -> None:
         """Lets go of it. With `keep` it can be gone on with, in this process or the next; otherwise it is forgotten."""
@@ -185,7 +218,7 @@ class Session(Chat):
                 self._files.delete(self.name)
             self._files = None
 
-    def record(self) -> SessionRecord:
+    def _record(self) -> SessionRecord:
         """What is kept of it."""
         standing = self._standing
         return SessionRecord(
@@ -199,6 +232,96 @@ class Session(Chat):
             updated_s=self._model.cache.now_s(),
         )
 
+    def _standing_of(self, record: SessionRecord) -> Standing:
+        expires_s = math.inf if record.expires_s is None else record.expires_s
+        return replace(self._standing, pinned=record.pinned, priority=record.priority, expires_s=expires_s)
+
     def _changed(self) -> None:
-        if self._files is not None:
-            self._files.save(self.record())
+        if self._files is None:
+            if self.problem is not None and self._token_ids:
+                self._tell(self.problem)
+            return
+        written: list[SessionRecord] = []
+        lost: list[str] = []
+
+        def merge(current: SessionRecord | None, is_there: bool) -> SessionRecord | None:
+            mine = self._record()
+            if current is not None:
+                self._obey(self._standing_of(current))
+                mine, theirs = self._record(), _content(current)
+                if theirs != self._seen[0]:  # others have added turns
+                    if _content(mine) != self._seen[0]:
+                        lost.append("changed")
+                        return None
+                    mine = replace(mine, token_ids=current.token_ids, messages=current.messages)
+            elif self._is_there and not is_there:
+                lost.append("deleted")
+                return None
+            written.append(mine)
+            return mine
+
+        reason = self._files.update(self.name, merge)
+        if reason is not None:
+            self._tell(reason)
+        elif lost == ["deleted"]:
+            self._files = None
+            self._tell("it was deleted by another process")
+        elif lost:
+            self._part()
+        else:
+            self.problem, self._told, self._is_there = None, None, True
+            if _content(written[0]) == _content(self._record()):  # else the turns of others stay unseen here
+                self._seen = (_content(written[0]), self._standing)
+            else:
+                self._seen = (self._seen[0], self._standing)
+
+    def _obey(self, theirs: Standing) -> None:
+        """Takes over what others have asked for since this was last on disk, where nothing else was asked for here."""
+        mine, before = self._standing, self._seen[1]
+        wishes: dict[str, float | bool] = {
+            name: getattr(theirs, name)
+            for name in ("pinned", "priority", "expires_s")
+            if getattr(mine, name) == getattr(before, name) != getattr(theirs, name)
+        }
+        if wishes:
+            self._standing = replace(mine, **wishes)  # type: ignore[arg-type] # fields by name
+            self._model.set_standing(self._token_ids, self._standing)
+
+    def _part(self) -> None:
+        """Others have gone on with this session in another way: what was said here goes on under a name that is free."""
+        assert self._files is not None
+        before = self.name
+        for number in range(2, _MOST_COPIES):
+            copy = replace(self._record(), name=f"{before[: MAX_NAME_CHARACTERS - 4]}-{number}")
+            put = _IfFree(copy)
+            reason = self._files.update(copy.name, put)
+            if reason is not None:
+                self._tell(reason)
+                return
+            if put.was_free:
+                self._model.rename_session(before, copy.name)
+                self.name, self._is_there = copy.name, True
+                self._seen = (_content(copy), self._standing)
+                self._notices.append(f"session {before!r} was changed by another process: this goes on as {copy.name!r}")
+                return
+        self._tell(f"another process has changed it, and there are {_MOST_COPIES} copies already")
+
+    def _tell(self, problem: str) -> None:
+        if problem != self._told:
+            self._notices.append(f"session {self.name!r} is not kept: {problem}")
+        self.problem = self._told = problem
+
+
+class _IfFree:
+    """Puts a session where there is none of its name."""
+
+    def __init__(self, record: SessionRecord) -> None:
+        self._record, self.was_free = record, False
+
+    def __call__(self, _current: SessionRecord | None, is_there: bool) -> SessionRecord | None:
+        self.was_free = not is_there
+        return None if is_there else self._record
+
+
+def _content(record: SessionRecord) -> _Content:
+    return record.token_ids, record.messages

@@ -47,7 +47,8 @@ def plan_memory(
     """
     if context is not None and not 1 <= context <= config.context_tokens:
         raise OptionError(
-            f"--context={context} is out of range: {config.name} was made for contexts of 1 to {config.context_tokens} tokens"
+            f"context={context} is out of range: {config.name} was made for contexts of 1 to {config.context_tokens} tokens",
+            arguments=("context",),
         )
     wanted = context or config.context_tokens
     size = page_bytes(config)
@@ -57,7 +58,9 @@ def plan_memory(
     room = None if free_bytes is None else max(0, free_bytes - weights_bytes - WORKING_BYTES) // size
     if room is not None and room < pages_for(wanted):
         if context is not None or room < 1:
-            raise MemoryLimitError(_refusal(config, weights_bytes, wanted, free_bytes or 0, room * PAGE_TOKENS))
+            raise MemoryLimitError(
+                _refusal(config, weights_bytes, wanted, free_bytes or 0, room * PAGE_TOKENS), arguments=("context",)
+            )
         wanted = room * PAGE_TOKENS
     most = _MOST_CONTEXTS * pages_for(wanted)
     num_pages = most if room is None else min(most, room)
@@ -68,23 +71,24 @@ def _check_bound(config: ModelConfig, weights_bytes: int, kv_memory_bytes: int, 
     fewest = FEWEST_PAGES * page_bytes(config)
     if kv_memory_bytes < fewest:
         raise OptionError(
-            f"--kv-memory={format_bytes(kv_memory_bytes)} is too small for {config.name}: "
-            f"give it {format_bytes(fewest)} or more"
+            f"kv_memory={format_bytes(kv_memory_bytes)} is too small for {config.name}: give it {format_bytes(fewest)} or more",
+            arguments=("kv_memory",),
         )
     needed = weights_bytes + kv_memory_bytes + WORKING_BYTES
     if free_bytes is not None and needed > free_bytes:
         possible = free_bytes - weights_bytes - WORKING_BYTES
-        advice = f"--kv-memory {possible // 10**6}MB would fit" if possible >= fewest else "free memory or use a smaller model"
+        advice = f"kv_memory={possible // 10**6}MB would fit" if possible >= fewest else "free memory or use a smaller model"
         raise MemoryLimitError(
-            f"{config.name} with --kv-memory={format_bytes(kv_memory_bytes)} needs {format_bytes(needed)} and "
-            f"{format_bytes(free_bytes)} are free: {advice}"
+            f"{config.name} with kv_memory={format_bytes(kv_memory_bytes)} needs {format_bytes(needed)} and "
+            f"{format_bytes(free_bytes)} are free: {advice}",
+            arguments=("kv_memory",),
         )
 
 
 def _refusal(config: ModelConfig, weights_bytes: int, context: int, free_bytes: int, possible: int) -> str:
     kv = pages_for(context) * page_bytes(config)
     needed = weights_bytes + kv + WORKING_BYTES
-    advice = f"--context {possible} would fit" if possible else "no context fits: free memory or use a smaller model"
+    advice = f"context={possible} would fit" if possible else "no context fits: free memory or use a smaller model"
     return (
         f"{config.name} with a context of {context} tokens needs {format_bytes(needed)} "
         f"(weights {format_bytes(weights_bytes)}, "

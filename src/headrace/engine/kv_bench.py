@@ -97,7 +97,8 @@ def run_kv_bench(
     if num_tokens > model.context_tokens:
         raise ContextOverflowError(
             f"{num_tokens:,} tokens of text do not fit into the context of {model.context_tokens:,} that {model.name} has: "
-            "lower --kv-tokens"
+            "lower num_tokens",
+            arguments=("num_tokens",),
         )
     read = default_text() if text is None else text
     ids = model.tokenizer.encode(read[: _MOST_CHARACTERS_OF_A_TOKEN * num_tokens], add_bos=True)[:num_tokens]
@@ -121,7 +122,9 @@ def check_tokens(num_tokens: int) -> None:
         OptionError: they do not fill a page and one token more.
     """
     if num_tokens <= PAGE_TOKENS:
-        raise OptionError(f"--kv-tokens={num_tokens} does not fill a page: use {PAGE_TOKENS + 1} or more")
+        raise OptionError(
+            f"num_tokens={num_tokens} does not fill a page: use {PAGE_TOKENS + 1} or more", arguments=("num_tokens",)
+        )
 
 
 def default_text() -> str:
@@ -133,5 +136,7 @@ def default_text() -> str:
     try:
         topics: dict[str, str] = import_module("pydoc_data.topics").topics
     except ImportError:
-        raise OptionError("this Python comes without the topics of its help: name a text with --kv-text FILE") from None
+        raise OptionError(
+            "this Python comes without the topics of its help: give a text of your own", arguments=("text",)
+        ) from None
     return "\n".join(topics[name] for name in sorted(topics))

@@ -221,7 +221,9 @@ def _pack(path: Path, target: Path | None, progress: Progress, check: Check | No
             progress.done()
     packed = container.open_packed(target)
     if packed is None:
-        raise StorageError(f"the packed weights {target} cannot be read back: check the disk, or use --no-cache")
+        raise StorageError(
+            f"the packed weights {target} cannot be read back: check the disk, or use cache=False", arguments=("cache",)
+        )
     return _from_packed(packed)
 
 

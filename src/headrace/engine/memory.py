@@ -21,8 +21,11 @@ from headrace.kernels.narrow import Narrower
 from headrace.kernels.page_formats import FORMAT_NAMES
 from headrace.kv.cache import PageCache
 from headrace.kv.folder import folder_bytes
+from headrace.kv.journal import FolderJournal
 from headrace.kv.keys import StoreKey
+from headrace.kv.opening import open_cache
 from headrace.kv.pages import PagePool, layer_bytes, page_bytes
+from headrace.kv.prices import PriceBook
 from headrace.kv.runs import PageShape
 from headrace.kv.sessions import SessionFiles
 from headrace.kv.store import DiskStore
@@ -39,7 +42,7 @@ _SOURCES = ("model", "weights/pack.py", "engine/batch.py", "engine/records.py", 
 class MemorySettings:
     """Bounds and formats of the past. `memory_bytes` None: by free memory; `disk_bytes` 0: nothing on disk.
 
-    `disk_is_optional`: a folder that cannot be used is no error, since nobody asked for one.
+    `disk_is_optional`: a folder that cannot be used is no error, since nobody asked for one. `prices` None: measured.
     """
 
     folder: Path
@@ -48,6 +51,7 @@ class MemorySettings:
     daily_bytes: int = 0
     formats: tuple[str, ...] = ("f16",)
     disk_is_optional: bool = False
+    prices: PriceBook | None = None
 
     @classmethod
     def resolve(
@@ -57,8 +61,12 @@ class MemorySettings:
         memory: int | str | None,
         disk: int | str | None,
         formats: Sequence[str] | str | None,
+        *,
+        keeps_unasked: bool = False,
     ) -> MemorySettings:
         """What was asked for, and the configuration's values for the rest.
+
+        Without a folder and a bound on disk nothing is kept there, unless `keeps_unasked` says that it is anyway.
 
         Raises:
             OptionError: a value cannot be used.
@@ -68,6 +76,8 @@ class MemorySettings:
         path = config.kv_dir if folder is None else Path(folder).expanduser()
         if disk is not None:
             disk_bytes = parse_size(str(disk), "kv_disk")
+        elif folder is None and not keeps_unasked:
+            disk_bytes = 0
         else:
             # a folder that was asked for is used, or its error told
             spare_bytes = _spare_bytes(path)
@@ -88,10 +98,11 @@ def _spare_bytes(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class OpenedMemory:
-    """The past of a model, and the files of its sessions if they are kept."""
+    """The past of a model, and the files of its sessions, or why they are not kept."""
 
     cache: PageCache
     sessions: SessionFiles | None
+    not_kept: str = "nothing is kept on disk"
 
 
 def open_memory(
@@ -122,7 +133,7 @@ def open_memory(
     names = ("f16",) if settings is None else settings.formats
     formats = [FORMAT_NAMES.index(name) for name in names]
     narrower = Narrower(library, len(config.layers), config.kv_heads, config.head_width)
-    store = sessions = None
+    store, sessions, not_kept = None, None, OpenedMemory.not_kept
     if settings is not None and settings.disk_bytes and digest is not None:
         shape = PageShape(len(config.layers), tuple(layer_bytes(config, each) for each in range(num_formats)))
         try:
@@ -134,21 +145,24 @@ def open_memory(
                 daily_bytes=settings.daily_bytes,
                 clock=wall_clock,
             )
-        except StorageError:
+        except StorageError as error:
             if not settings.disk_is_optional:
                 raise
+            not_kept = str(error)
         else:
             sessions = SessionFiles(settings.folder, digest, limit_bytes=settings.disk_bytes)
-    cache = PageCache(
+    cache = open_cache(
         pool,
         formats=formats,
         narrow=narrower,
         store=store,
+        journal=None if store is None else FolderJournal(store.key_folder, store.folder),
+        prices=None if settings is None else settings.prices,
         threads=threads,
         wall_clock=wall_clock,
         timer=time.perf_counter,
     )
-    return OpenedMemory(cache, sessions)
+    return OpenedMemory(cache, sessions, not_kept)
 
 
 def numbers_of(library: KernelLibrary, formats: Sequence[str]) -> str:
@@ -171,6 +185,7 @@ def check_room(settings: MemorySettings, page_size_bytes: int) -> None:
     """
     if 0 < settings.disk_bytes < 4 * page_size_bytes:
         raise OptionError(
-            f"--kv-disk={format_bytes(settings.disk_bytes)} holds no conversation: "
-            f"give {format_bytes(100 * page_size_bytes)} or more, or 0 to keep nothing on disk"
+            f"kv_disk={format_bytes(settings.disk_bytes)} holds no conversation: "
+            f"give {format_bytes(100 * page_size_bytes)} or more, or 0 to keep nothing on disk",
+            arguments=("kv_disk",),
         )

@@ -3,14 +3,16 @@
     >>> with headrace.load("smollm2") as model:
     ...     print(model.generate("Why is the sky blue?", max_tokens=40).text())
 
-One model has one team of threads and one arena of pages; its sequences take turns.
+One model has one team of threads, one arena of pages and one loop that owns both: requests made of it, from any thread, are
+computed together.
 """
 
 from __future__ import annotations
 
-import math
+import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
@@ -18,87 +20,41 @@ from typing import Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from headrace.config import Config, check_threads
-from headrace.engine import machine
+from headrace.engine import evaluate, machine
 from headrace.engine.accounts import Account
 from headrace.engine.chat import Chat, Session
 from headrace.engine.executor import Executor
 from headrace.engine.fit import plan_memory
-from headrace.engine.generation import Generation, GenerationPlan, check_prompt
-from headrace.engine.loading import LoadedWeights, load_weights, prepare_kernels
-from headrace.engine.memory import MemorySettings, check_room, open_memory
-from headrace.engine.past import count_reuse
+from headrace.engine.generation import Generation, check_max_tokens, check_prompt
+from headrace.engine.loading import LoadedWeights, prepare_kernels
+from headrace.engine.loop import Loop
+from headrace.engine.many import answer_all, check_prompts
+from headrace.engine.memory import MemorySettings, open_memory
 from headrace.engine.records import Places, kernels_of
-from headrace.engine.results import KeptPast
-from headrace.engine.sampler import Sampler, SamplingOptions, SamplingParams, sampling_params
+from headrace.engine.request import OUTBOX_TOKENS, Request
+from headrace.engine.results import GenerationResult, KeptPast
+from headrace.engine.sampler import SamplingOptions, SamplingParams, sampling_params
+from headrace.engine.scheduler import Limits, Scheduler, StepCosts
 from headrace.engine.sequence import Sequence as TokenSequence
+from headrace.engine.sessions import Sessions
 from headrace.errors import OptionError
 from headrace.kernels import bandwidth
-from headrace.kernels.level import choose_level
 from headrace.kernels.library import KernelLibrary
 from headrace.kernels.narrow import NARROW_KERNELS
 from headrace.kernels.page_formats import FORMAT_NAMES
 from headrace.kernels.runtime import TEAM_KERNELS
 from headrace.kv.pages import page_bytes
 from headrace.kv.residency import DEFAULT_STANDING, Standing
-from headrace.kv.sessions import check_name
 from headrace.model.angles import AngleTables
-from headrace.model.config import ModelConfig
-from headrace.model.graph import build_graph, greedy_graph
+from headrace.model.graph import build_graph, choosing_graph
 from headrace.model.step import StepLedger
-from headrace.text.chat_template import ChatTemplate, Message
-from headrace.weights.progress import NullProgress, Progress
-from headrace.weights.sources import DEFAULT_MODEL, resolve
+from headrace.text.chat_template import ChatTemplate
+from headrace.text.detokenizer import Stop, stop_strings
+from headrace.text.messages import Prompt, conversation
+from headrace.weights.progress import Progress
 
-
-def load(
-    model: str | Path = DEFAULT_MODEL,
-    *,
-    threads: int | None = None,
-    context: int | None = None,
-    cache: bool = True,
-    progress: Progress | None = None,
-    config: Config | None = None,
-    kv_dir: str | Path | None = None,
-    kv_memory: int | str | None = None,
-    kv_disk: int | str | None = None,
-    kv_formats: Sequence[str] | str | None = None,
-) -> Model:
-    """Loads a model, fetching, compiling and packing what is not there yet.
-
-    Args:
-        model: an alias (`smollm2`, `gemma3-270m`), a path to a `.gguf`, or `hf:owner/repo/file.gguf`.
-        threads: threads of the worker team; all usable cores by default.
-        context: tokens of context; what the model was made for and memory allows by default.
-        cache: keep packed weights, compiled kernels and the past of conversations on disk for the next start.
-        progress: is told what takes long.
-        config: folders and defaults; from the environment by default.
-        kv_dir: folder of the past of conversations.
-        kv_memory: bound of the past in memory, bytes or text such as "2GB"; by default room for a few contexts.
-        kv_disk: bound of `kv_dir`, bytes or text; 0 keeps nothing on disk.
-        kv_formats: formats of pages in memory, "f16" (exact) by default; see README.
-
-    Raises:
-        HeadraceError: the model cannot be found, fetched, read, or fitted into memory, or an option is wrong.
-    """
-    start = time.perf_counter()
-    settings = config or Config.from_environment()
-    memory = MemorySettings.resolve(settings, kv_dir, kv_memory, kv_disk if cache else 0, kv_formats)
-    team = settings.threads if threads is None else check_threads(threads, "threads")
-    level = choose_level(settings.cpu_level)
-    shown = progress or NullProgress()
-    path = resolve(str(model), settings, shown)
-    library = KernelLibrary(settings.kernels_dir if cache else None, level)
-    free_bytes = machine.read_memory().free_bytes  # before weights are packed into it
-
-    def check(shape: ModelConfig, weights_bytes: int) -> None:
-        plan_memory(shape, weights_bytes, context, free_bytes, memory.memory_bytes)
-
-    weights = load_weights(path, settings.packed_dir if cache else None, shown, check)
-    check_room(memory, page_bytes(weights.config))
-    loaded = Model(path, weights, library, threads=team, context=context, progress=shown, free_bytes=free_bytes, memory=memory)
-    loaded.load_s = time.perf_counter() - start
-    return loaded
+SEED_BITS = 32
+"""Of seeds that are drawn: every reader of JSON keeps them exact, and people can type them."""
 
 
 class Model:
@@ -116,15 +72,18 @@ class Model:
         free_bytes: int | None = None,
         memory: MemorySettings | None = None,
         wall_clock: Callable[[], float] = time.time,
+        draw_seed: Callable[[], int] = lambda: secrets.randbits(SEED_BITS),
+        timer: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`wall_clock` gives seconds since the epoch, `timer` seconds that only grow, `draw_seed` seeds nobody asked for."""
         self.path, self.threads, self.load_s = path, threads, 0.0
         self.config, self.tokenizer = weights.config, weights.tokenizer
-        self._weights, self._library = weights, library
+        self._weights, self._library, self._timer = weights, library, timer
         bound = None if memory is None else memory.memory_bytes
         plan = plan_memory(self.config, weights.num_bytes, context, free_bytes, bound)
         self.context_tokens = plan.context_tokens
         self.graph = build_graph(self.config, weights.matrices)
-        self._booking_graph = greedy_graph(self.graph)
+        self._booking_graph = choosing_graph(self.graph)
         exact = memory is None or memory.formats == ("f16",)
         compressing = [] if exact else list(NARROW_KERNELS)
         prepare_kernels(
@@ -134,7 +93,8 @@ class Model:
             progress,
         )
         opened = open_memory(self.config, library, weights.digest, plan.kv_memory_bytes, memory, threads, wall_clock)
-        self.cache, self._session_files = opened.cache, opened.sessions
+        self.cache, self._sessions = opened.cache, Sessions(opened.sessions)
+        self._not_kept = opened.not_kept
         self.digest = weights.digest or ""
         places = Places(
             {name: weights.address(name) for name in weights.matrices.matrices},
@@ -144,11 +104,12 @@ class Model:
         self._executor = Executor(self.config, self.graph, places, library, threads, plan.context_tokens)
         self.step_ledger = StepLedger(self.config, self.graph, threads)
         self._booking_ledger = StepLedger(self.config, self._booking_graph, threads)
+        self._loop = self._new_loop()
         self._template: ChatTemplate | None = None
         self._bandwidth: float | None = None
-        self._sessions: dict[str, Session] = {}
+        self._draw_seed = draw_seed
         self._closed = False
-        self._apply_standings()
+        self._sessions.apply_standings(self.cache)
 
     @property
     def name(self) -> str:
@@ -177,11 +138,11 @@ class Model:
 
     def generate(
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
         max_tokens: int = 256,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: Stop = (),
         system: str | None = None,
         raw: bool = False,
         logprobs: int = 0,
@@ -190,29 +151,65 @@ class Model:
         """An answer to a prompt, as an iterator of pieces; nothing runs before the first piece is asked for.
 
         Args:
-            prompt: what the user says, or with `raw` the text to continue.
+            prompt: what the user says, or with `raw` the text to continue; or a conversation, as a list of messages
+                {"role": "system" | "user" | "assistant" | ..., "content": "..."} or `Message`.
             max_tokens: tokens to generate at most.
             sampling: how tokens are chosen; greedy by default.
             overrides: fields of `sampling` by name: temperature, top_k, top_p, min_p, repeat_penalty, presence_penalty,
                 frequency_penalty, penalty_window, seed.
-            stop: texts that end the answer and are left out of it.
+            stop: a text, or several, that end the answer and are left out of it.
             system: a system message; the template's own by default.
             raw: no chat template.
             logprobs: report each token's log-probability and this many alternatives.
 
         Raises:
-            OptionError: an option cannot be used.
+            OptionError: an option or a message cannot be used.
             ContextOverflowError: the prompt leaves no room for an answer.
             TemplateError: the model has no chat template and `raw` is not set.
         """
-        if raw:
-            if system is not None:
-                raise OptionError("a system message needs the chat template: leave out --system or --raw")
-            ids = self.tokenizer.encode(prompt, add_bos=self.tokenizer.adds_bos)
-        else:
-            messages = [Message("system", system)] if system is not None else []
-            ids = self.chat_template.encode([*messages, Message("user", prompt)])
+        ids = self._prompt_ids(prompt, system, raw=raw)
         return self.answer(ids, max_tokens, sampling_params(sampling, overrides, logprobs), stop, lambda generation: None)
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_tokens: int = 256,
+        sampling: SamplingParams | None = None,
+        stop: Stop = (),
+        system: str | None = None,
+        raw: bool = False,
+        logprobs: int = 0,
+        **overrides: Unpack[SamplingOptions],
+    ) -> list[GenerationResult]:
+        """The answers to several prompts, computed together, in their order; options as for `generate`, the same for all.
+
+        A prompt that cannot be answered costs none of the others: its result has `finish_reason` "error", and in `error` what
+        `generate` would have raised. Without a seed, each answer draws its own.
+
+        Raises:
+            OptionError: an option cannot be used, or `prompts` is a single prompt; nothing has run then.
+        """
+        self._check_open()
+        check_prompts(prompts)
+        check_max_tokens(max_tokens)
+        params, stops = sampling_params(sampling, overrides, logprobs), stop_strings(stop)
+
+        def generate(prompt: Prompt) -> Generation:
+            ids = self._prompt_ids(prompt, system, raw=raw)
+            # answers are read in the order of their prompts: none waits for its reader while others are read
+            return self.answer(ids, max_tokens, params, stops, lambda generation: None, outbox_tokens=max_tokens + 1)
+
+        return answer_all(prompts, generate)
+
+    def _prompt_ids(self, prompt: Prompt, system: str | None, *, raw: bool) -> list[int]:
+        if not raw:
+            return self.chat_template.encode(conversation(prompt, system))
+        if system is not None:
+            raise OptionError("a system message needs the chat template: leave out system or raw", arguments=("system", "raw"))
+        if not isinstance(prompt, str):
+            raise OptionError("messages need the chat template, and raw continues a text: leave out raw, or give a text")
+        return self.tokenizer.encode(prompt, add_bos=self.tokenizer.adds_bos)
 
     def generate_ids(
         self,
@@ -221,7 +218,7 @@ class Model:
         sequence: TokenSequence | None = None,
         max_tokens: int = 256,
         sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
+        stop: Stop = (),
         ignore_end: bool = False,
         logprobs: int = 0,
         **overrides: Unpack[SamplingOptions],
@@ -239,7 +236,8 @@ class Model:
         params = sampling_params(sampling, overrides, logprobs)
         if sequence is None:
             return self.answer(prompt_ids, max_tokens, params, stop, lambda generation: None, ignore_end=ignore_end)
-        return self._start(sequence, prompt_ids, max_tokens, params, stop, lambda generation: None, ignore_end=ignore_end)
+        request = self._request(prompt_ids, max_tokens, params, stop, recalls=False, ignore_end=ignore_end)
+        return self._generation(request, sequence, lambda generation: None)
 
     def chat(self, system: str | None = None) -> Chat:
         """A conversation that keeps its past between turns.
@@ -258,11 +256,8 @@ class Model:
             TemplateError: the model has no chat template.
         """
         self.chat_template  # noqa: B018
-        check_name(name)
-        if name not in self._sessions:
-            record = None if self._session_files is None else self._session_files.load(name)
-            self._sessions[name] = Session(self, name, system, self._session_files, record)
-        return self._sessions[name]
+        files = self._sessions.files
+        return self._sessions.open(name, lambda record: Session(self, name, system, files, record, self._not_kept))
 
     def new_session(self, name: str, system: str | None) -> Session:
         """A session of a name that there is none of yet.
@@ -270,18 +265,16 @@ class Model:
         Raises:
             OptionError: there is one, or the name cannot be used.
         """
-        files = self._session_files
-        if check_name(name) in self._sessions or (files is not None and files.load(name) is not None):
-            raise OptionError(f"there is a session {name!r} already: take another name")
+        self._sessions.check_new(name)
         return self.session(name, system)
 
     def session_names(self) -> list[str]:
         """Names of the sessions that can be gone on with, sorted."""
-        kept = [] if self._session_files is None else [record.name for record in self._session_files.all()]
-        return sorted({*kept, *self._sessions})
+        return self._sessions.names()
 
     def kept(self) -> KeptPast:
         """What is kept of the past now, in memory and on disk."""
+        self._loop.settle()
         cache, pool = self.cache, self.cache.pool
         store = None if cache.disk is None else cache.disk.store
         return KeptPast(
@@ -292,17 +285,27 @@ class Model:
             disk_limit_bytes=0 if store is None else store.used_bytes + store.room_bytes,
         )
 
+    def set_standing(self, token_ids: Sequence[int], standing: Standing) -> None:
+        """What the owner of a past wishes of the memory of the past."""
+        with self._loop.hold():
+            self.cache.set_standing(token_ids, standing)
+
+    def expect(self, token_ids: Sequence[int], in_s: float, standing: Standing) -> None:
+        """These tokens will be asked for in about so many seconds: what is on disk of them is read meanwhile."""
+        with self._loop.hold():
+            self.cache.expect(token_ids, in_s, standing)
+
     def drop_session(self, name: str) -> None:
         """Forgets the object of a session that was closed."""
-        self._sessions.pop(name, None)
+        self._sessions.drop(name)
+
+    def rename_session(self, name: str, new_name: str) -> None:
+        """A session goes on under another name."""
+        self._sessions.rename(name, new_name)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Logits after each token: float32 [T, V]."""
-        sequence = self.sequence()
-        try:
-            return sequence.append_all(token_ids)
-        finally:
-            sequence.close()
+        return evaluate.logits_of(self.sequence(), token_ids)
 
     def perplexity(self, text: str) -> float:
         """e to the mean negative log-probability of each token of a text given those before it.
@@ -322,20 +325,7 @@ class Model:
         Raises:
             ContextOverflowError: they do not fit into the context.
         """
-        ids = list(token_ids)
-        sequence = self._sequence(FORMAT_NAMES.index(page_format))
-        total, at = 0.0, 0
-        try:
-            for rows in sequence.steps(ids[:-1], outputs=64):
-                scores = rows.astype(np.float64)
-                top = scores.max(axis=1)
-                spread = np.log(np.exp(scores - top[:, None]).sum(axis=1)) + top
-                chosen = scores[np.arange(len(rows)), ids[at + 1 : at + 1 + len(rows)]]
-                total += float((spread - chosen).sum())
-                at += len(rows)
-        finally:
-            sequence.close()
-        return float(np.exp(total / at))
+        return evaluate.perplexity_of(self._sequence(FORMAT_NAMES.index(page_format)), token_ids)
 
     def page_bytes(self, page_format: str = "f16") -> int:
         """Bytes of a page of 32 tokens in a format."""
@@ -366,17 +356,21 @@ class Model:
             self._check_open()
             last_cache = max((cache.size_bytes for cache in machine.read_caches()), default=0)
             num_bytes = bandwidth.memory_bytes(last_cache)
-            self._bandwidth = bandwidth.measure_with(self._library, self._executor.team, num_bytes)
+            with self._loop.hold():
+                self._bandwidth = bandwidth.measure_with(self._library, self._executor.team, num_bytes)
         return self._bandwidth
 
     def close(self) -> None:
         """Writes what is to be kept, stops the worker team and gives memory back."""
-        if not self._closed:
-            self._closed = True
-            try:
-                self.cache.close()
-            finally:
-                self._executor.close()
+        with self._loop.hold():
+            if not self._closed:
+                self._sessions.end_answers()
+                self._closed = True
+                try:
+                    self._loop.close()
+                    self.cache.close()
+                finally:
+                    self._executor.close()
 
     def __enter__(self) -> Self:
         return self
@@ -392,76 +386,85 @@ class Model:
             raise OptionError(f"{self.name} is closed: load it again")
 
     def _sequence(self, page_format: int | None) -> TokenSequence:
+        account = self._account("all")
         return TokenSequence(
-            self._executor, self.cache, self._account("all"), self.vocab_size, self.context_tokens, page_format
+            self._executor, self.cache, (account,), self.vocab_size, self.context_tokens, page_format, self._loop.hold
         )
-
-    def _apply_standings(self) -> None:
-        """What the owners of sessions asked for in earlier runs holds on."""
-        for record in [] if self._session_files is None else self._session_files.all():
-            if record.pinned or record.priority != 1.0 or record.expires_s is not None:
-                expires_s = math.inf if record.expires_s is None else record.expires_s
-                self.cache.set_standing(record.token_ids, Standing(record.priority, record.pinned, expires_s))
 
     def answer(
         self,
         prompt_ids: Sequence[int],
         max_tokens: int,
         params: SamplingParams,
-        stop: Sequence[str],
+        stop: Stop,
         on_end: Callable[[Generation], None],
         *,
         standing: Callable[[], Standing] = lambda: DEFAULT_STANDING,
         ignore_end: bool = False,
+        outbox_tokens: int = OUTBOX_TOKENS,
     ) -> Generation:
         """An answer that begins with what is known of the prompt, and is known itself afterwards.
 
-        What the others are made of. `on_end` is told of the end, before what was computed becomes known; `standing` is asked
-        then for what the owner of this past wishes.
+        What the others are made of. `on_end` is told when its reader has come to the end, or wants no more; `standing` is
+        asked, when what was computed becomes known, for what the owner of this past wishes. `outbox_tokens` may wait for the
+        reader before the answer does.
         """
-        self._check_open()
-        sequence = self._sequence(None)
+        request = self._request(
+            prompt_ids, max_tokens, params, stop, standing=standing, ignore_end=ignore_end, outbox_tokens=outbox_tokens
+        )
+        return self._generation(request, None, on_end)
 
-        def end(generation: Generation) -> None:
-            try:
-                on_end(generation)
-                # an error leaves no answer that anybody would go on from
-                count_reuse(self.cache.counters, generation.result.reuse)
-                if not generation.failed and not self._closed:
-                    sequence.commit(len(generation.token_ids), standing())
-            finally:
-                sequence.close()
-
-        return self._start(sequence, prompt_ids, max_tokens, params, stop, end, recalls=True, ignore_end=ignore_end)
-
-    def _start(
+    def _request(
         self,
-        sequence: TokenSequence,
         prompt_ids: Sequence[int],
         max_tokens: int,
         params: SamplingParams,
-        stop: Sequence[str],
-        on_end: Callable[[Generation], None],
+        stop: Stop,
         *,
-        recalls: bool = False,
+        recalls: bool = True,
+        standing: Callable[[], Standing] = lambda: DEFAULT_STANDING,
         ignore_end: bool = False,
-    ) -> Generation:
-        if max_tokens < 1:
-            raise OptionError(f"max_tokens={max_tokens} generates nothing: use 1 or more")
+        outbox_tokens: int = OUTBOX_TOKENS,
+    ) -> Request:
+        self._check_open()
+        check_max_tokens(max_tokens)
         if not prompt_ids:
             raise OptionError("the prompt is empty: say something")
         check_prompt(len(prompt_ids), self.context_tokens)
-        if not recalls:
-            # the last token is always computed anew: its logits are needed
-            sequence.truncate(min(sequence.keep_common(prompt_ids), len(prompt_ids) - 1))
+        for token in prompt_ids:
+            if not 0 <= token < self.vocab_size:
+                raise OptionError(f"token {token} is outside the vocabulary of {self.vocab_size}: use ids from 0 on")
+        if params.seed is None and params.temperature > 0:
+            params = replace(params, seed=self._draw_seed())
         ends = frozenset() if ignore_end else self.tokenizer.end_ids
-        plan = GenerationPlan(tuple(prompt_ids), recalls, max_tokens, self.context_tokens, tuple(stop), self.load_s, ends)
-        return Generation(
-            plan,
-            sequence,
-            Sampler(params, self.vocab_size),
+        return Request(
+            tuple(prompt_ids),
+            max_tokens,
+            params,
+            stop_strings(stop),
+            ends,
+            self.context_tokens,
+            recalls=recalls,
+            outbox_tokens=outbox_tokens,
+            standing=standing,
+        )
+
+    def _generation(self, request: Request, sequence: TokenSequence | None, on_end: Callable[[Generation], None]) -> Generation:
+        return Generation(self._loop, self._loop.submit(request, sequence), self.load_s, on_end)
+
+    def _new_loop(self) -> Loop:
+        pool = self.cache.pool
+        limits = Limits(
+            total_pages=pool.limit_bytes // pool.format_bytes[0],
+            may_spill=self.cache.disk is not None or len(self.cache.formats) > 1,
+        )
+        return Loop(
+            self._executor,
+            self.cache,
+            Scheduler(limits, StepCosts()),
             self.tokenizer,
-            (self._account("prefill"), self._account("decode")),
-            time.perf_counter,
-            on_end,
+            new_sequence=lambda: TokenSequence(self._executor, self.cache, (), self.vocab_size, self.context_tokens),
+            new_account=self._account,
+            vocab_size=self.vocab_size,
+            clock=self._timer,
         )

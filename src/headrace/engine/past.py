@@ -71,9 +71,9 @@ def _known_but_computed(reason: MissReason) -> str:
     return {
         "gone": "its file on disk is no longer there",
         "damaged": "its bytes on disk are not those that were written",
-        "format changed": "the page that goes on from it must begin exact, and it is compressed",
-        "no room": "memory has no room to read it into",
-        "recompute is quicker": "computing it took less time than reading it from disk would have",
+        "format_changed": "the page that goes on from it must begin exact, and it is compressed",
+        "no_room": "memory has no room to read it into",
+        "recompute_is_quicker": "computing it took less time than reading it from disk would have",
     }.get(reason, reason)
 
 
@@ -93,8 +93,8 @@ def _explain(
     if cache.disk is not None and miss.at_token < PAGE_TOKENS:  # behind that, other keys may know no more than this one
         elsewhere = cache.disk.store.known_elsewhere(prompt_ids)
     if elsewhere is not None:
-        reason: MissReason = "model changed" if elsewhere.what == "model" else "format changed"
+        reason: MissReason = "model_changed" if elsewhere.what == "model" else "format_changed"
         return reason, f"the pages kept for these tokens are {elsewhere.text}"
     if miss.at_token:
-        return "first seen", "what is known ends there"
-    return "first seen", "nothing that begins like this is known"
+        return "first_seen", "what is known ends there"
+    return "first_seen", "nothing that begins like this is known"

@@ -154,7 +154,7 @@ class _Loading:
         self._numbers = [number for number in self._numbers if number < num_pages]
         near = min(num_pages, found.num_near)
         recalled.memory_tokens, recalled.disk_tokens = near * PAGE_TOKENS, (num_pages - near) * PAGE_TOKENS
-        recalled.misses.append(("no room", num_pages * PAGE_TOKENS, found.num_tokens - num_pages * PAGE_TOKENS))
+        recalled.misses.append(("no_room", num_pages * PAGE_TOKENS, found.num_tokens - num_pages * PAGE_TOKENS))
 
     def leave_late(self, num_new: int) -> list[int]:
         """The pages that are best read while the next step runs, which has `num_new` tokens: `run` does not read them."""
@@ -174,10 +174,10 @@ class _Loading:
         sequence, cache, disk = self._sequence, self._cache, self._cache.disk
         node = self._partial
         reads_partial = node is not None and partial is not None and node.page.handle is None
-        failure: MissReason | None = None if partial is not None else "no room"
+        failure: MissReason | None = None if partial is not None else "no_room"
         if reads_partial and disk is not None and self._is_computed_sooner(disk):
             cache.pool.release(partial)  # type: ignore[arg-type]
-            partial, reads_partial, failure = None, False, "recompute is quicker"
+            partial, reads_partial, failure = None, False, "recompute_is_quicker"
         if disk is not None and (self._numbers or reads_partial):
             numbers = self._numbers[::-1]
             nodes = [self._found.nodes[number] for number in numbers]
@@ -225,7 +225,7 @@ class _Loading:
             count = min(never_read, _MOST_PAGES) or self._worth_computing(job, at)
             if never_read or (count and disk.mover.cut(job, count)):
                 self._compute(at, count)
-                self._recalled.misses.append(("recompute is quicker", numbers[at] * PAGE_TOKENS, count * PAGE_TOKENS))
+                self._recalled.misses.append(("recompute_is_quicker", numbers[at] * PAGE_TOKENS, count * PAGE_TOKENS))
                 at, computed = at + count, computed + count
             else:
                 disk.mover.wait_read(job, len(job.outcomes))
@@ -299,7 +299,7 @@ class _Loading:
         sequence, found = self._sequence, self._found
         start = len(found.nodes) * PAGE_TOKENS
         if partial is None or failure is not None:
-            self._recalled.misses.append((failure or "no room", start, found.partial_tokens))
+            self._recalled.misses.append((failure or "no_room", start, found.partial_tokens))
             return
         sequence.token_ids += found.tokens[start : start + found.partial_tokens]
         sequence.pages.append(partial)

@@ -1,8 +1,9 @@
 """Turns a step's operations into the records that kernels read.
 
 A record has fields that never change (addresses of weights and buffers, widths) and fields that follow from the number
-of tokens and of wanted logits; both are computed here, once per shape. What changes from step to step (tables, blocks
-of attention) is `batch.py`'s. Knows where things lie; decides nothing.
+of tokens and of wanted logits; both are computed here, once per shape, as if the tables lay at address 0: a program gets a
+copy with its own address added. What changes from step to step (tables, blocks of attention) is `tables.py`'s. Knows
+where things lie; decides nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.batch import Tables
+from headrace.engine.tables import Tables
 from headrace.kernels.fields import attention, choose, embed, matmul, rope, rows
 from headrace.kernels.program import (
     AFTER,
@@ -36,7 +37,7 @@ from headrace.kv.pages import layer_bytes
 from headrace.model.angles import AngleTables
 from headrace.model.config import ModelConfig
 from headrace.model.graph import Attention, Choose, Embed, Find, Merge, Operation, Product, Rope, Rows, activation_row_bytes
-from headrace.model.step import CHOICE_PARTS, PAGE_TOKENS, states_buffer_bytes
+from headrace.model.step import CHOICE_PARTS, PAGE_TOKENS, choice_part, states_buffer_bytes
 
 _ACTIVATIONS = {"": NONE, "silu": SILU, "gelu": GELU}
 _BLOCK_BYTES = 64 * 1024  # of weights in a block when one token is computed: a few microseconds of reading
@@ -44,6 +45,7 @@ _FEWEST_BLOCKS = 6  # per thread and product, where the matrix has as many group
 _TOKENS_PER_BLOCK = 8  # of row-wise work
 _SCRATCH_TOKENS = 256  # tokens of a product's block at most
 _SCRATCH_BYTES = 1 << 20
+_SHAPES_KEPT = 80  # every number of sequences that decode together, and some chunks of prompts
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,8 @@ class Buffers:
     def __init__(self, config: ModelConfig, graph: tuple[Operation, ...], max_tokens: int, max_outputs: int) -> None:
         self.strides = _strides(config, graph)
         self.states_bytes = states_buffer_bytes(config)
-        sizes = {
-            name: stride * (max_outputs if name in ("last", "logits") else max_tokens) for name, stride in self.strides.items()
-        }
+        of_outputs = ("last", "logits", "scores")
+        sizes = {name: stride * (max_outputs if name in of_outputs else max_tokens) for name, stride in self.strides.items()}
         sizes["states"] = self.states_bytes
         self.offsets: dict[str, int] = {}
         offset = 0
@@ -71,6 +72,8 @@ class Buffers:
             self.offsets[name] = offset
             offset += round_up(size, 4096)
         self.memory = Memory(offset)
+        # what `find` says of the parts of each row; no activations, and written and read within one step
+        self.parts = Memory(max_outputs * CHOICE_PARTS * choose.part_bytes(choice_part(config.vocabulary)))
         width = self.strides["logits"] // 4
         self._logits = self.memory.floats(self.offsets["logits"], max_outputs * width).reshape(max_outputs, width)
 
@@ -99,6 +102,7 @@ def _strides(config: ModelConfig, graph: tuple[Operation, ...]) -> dict[str, int
         elif isinstance(op, Merge):
             columns = config.heads * config.head_width
             widen("attended", sum(activation_row_bytes(columns, quantised=op.quantised, floats=op.floats)))
+    strides["scores"] = strides["logits"]
     return strides
 
 
@@ -108,8 +112,22 @@ def _bits(value: float) -> int:
     return number
 
 
+@dataclass(frozen=True, eq=False)
+class Records:
+    """Records of a step of one shape, int64 [num_ops, OP_FIELDS], and which of all their fields are addresses of tables."""
+
+    ops: npt.NDArray[np.int64]
+    table_fields: npt.NDArray[np.intp]
+
+    def copy_to(self, target: npt.NDArray[np.int64], base: int, first: int = 0) -> None:
+        """Writes them for tables at an address, and for a program in which `first` operations come before them."""
+        target[:] = self.ops
+        target.reshape(-1)[self.table_fields] += base
+        target[:, AFTER // 8] += first
+
+
 class RecordBuilder:
-    """Records for steps of any number of tokens and outputs."""
+    """Records for steps of any number of tokens and outputs; the graph's last operation is to choose tokens."""
 
     def __init__(
         self,
@@ -124,9 +142,27 @@ class RecordBuilder:
         self._config, self._graph, self._places, self._buffers = config, graph, places, buffers
         self._tables, self._address_of, self._threads = tables, address_of, threads
         self._forms = _forms(config, graph)
+        self._known: dict[tuple[int, int], Records] = {}
+        head = (index for index, op in enumerate(graph) if isinstance(op, Rows | Product) and op.last_rows)
+        self.body_length = next(head)
+        """Operations of a step that needs no logits."""
+        # the fields that move with the tables do so in every shape
+        self._table_fields = np.flatnonzero(self._build(1, 1, 8) - self._build(1, 1, 0))
 
-    def build(self, tokens: int, outputs: int, base: int) -> npt.NDArray[np.int64]:
-        """Records [num_ops, OP_FIELDS] for a program whose tables lie at `base`; attention's blocks are left at 0."""
+    def records(self, tokens: int, outputs: int) -> Records:
+        """Records of a step of some shape; those of `body_length` operations if it has no outputs."""
+        found = self._known.pop((tokens, outputs), None)
+        if found is None:
+            if len(self._known) >= _SHAPES_KEPT:
+                del self._known[next(iter(self._known))]
+            length = len(self._graph) if outputs else self.body_length
+            ops = self._build(tokens, max(outputs, 1), 0)[:length]
+            found = Records(ops, self._table_fields[self._table_fields < ops.size])
+        self._known[tokens, outputs] = found
+        return found
+
+    def _build(self, tokens: int, outputs: int, base: int) -> npt.NDArray[np.int64]:
+        """Records [num_ops, OP_FIELDS] for tables at `base`; attention's blocks are left at 0."""
         records = np.zeros((len(self._graph), OP_FIELDS), np.int64)
         after = 0
         for index, op in enumerate(self._graph):
@@ -139,15 +175,15 @@ class RecordBuilder:
             for offset, value in fields.items():
                 record[offset // 8] = value
         if tokens == 1:
-            self.ask_ahead(records)
+            self._ask_ahead(records)
         assert int(records[:, NUM_BLOCKS // 8].max()) <= MAX_BLOCKS, "an operation has too many blocks"
         return records
 
-    def ask_ahead(self, records: npt.NDArray[np.int64]) -> None:
-        """Tells every operation of a step, or of several in a row, where the next product's weights lie."""
+    def _ask_ahead(self, records: npt.NDArray[np.int64]) -> None:
+        """Tells every operation where the next product's weights lie; after the last one that is the next step's first."""
         ahead = (0, 0, 0)
-        for index in reversed(range(len(records))):
-            op, record = self._graph[index % len(self._graph)], records[index]
+        for index in reversed([*range(len(records)), *range(len(records))]):
+            op, record = self._graph[index], records[index]
             if isinstance(op, Product):
                 block_bytes = int(record[matmul.BLOCK_GROUPS // 8] * record[matmul.UNITS // 8]) * op.matrix.layout.unit_bytes
                 ahead = (int(record[matmul.WEIGHTS // 8]), block_bytes, int(record[NUM_BLOCKS // 8]))
@@ -156,7 +192,7 @@ class RecordBuilder:
     def max_flags(self, max_tokens: int, max_outputs: int) -> int:
         """Flags that a program for any number of tokens up to `max_tokens` needs."""
         shapes = [(1, 1), (max_tokens, max_outputs), (min(16, max_tokens), min(16, max_outputs))]
-        most = max(int(self.build(*shape, 0)[:, NUM_BLOCKS // 8].sum()) for shape in shapes)
+        most = max(int(self._build(*shape, 0)[:, NUM_BLOCKS // 8].sum()) for shape in shapes)
         attentions = sum(isinstance(op, Attention) for op in self._graph)
         return 2 * most + attentions * self._tables.max_blocks
 
@@ -169,7 +205,7 @@ class RecordBuilder:
         attend = attention_rows * (state_bytes(config.head_width) + 4 * config.head_width) + (1 << 14)
         attend += 16 * config.head_width
         ropes = _TOKENS_PER_BLOCK * 8 * config.head_width * (config.heads + 2 * config.kv_heads)
-        return max(_SCRATCH_BYTES + (1 << 16), row_work, attend, ropes)
+        return max(_SCRATCH_BYTES + (1 << 16), row_work, attend, ropes, choose.scratch_bytes(config.vocabulary, CHOICE_PARTS))
 
     def _fields(self, op: Operation, tokens: int, outputs: int, base: int) -> tuple[str, str, dict[int, int]]:
         if isinstance(op, Product):
@@ -183,9 +219,9 @@ class RecordBuilder:
         if isinstance(op, Merge):
             return "merge", "merge.commit", self._merge(op, tokens, base)
         if isinstance(op, Find):
-            return "find", "find.commit", {NUM_BLOCKS: CHOICE_PARTS, **self._choice()}
+            return "find", "find.commit", {NUM_BLOCKS: CHOICE_PARTS * outputs, **self._choice(base)}
         if isinstance(op, Choose):
-            return "choose", "choose.commit", {NUM_BLOCKS: 1, **self._choice()}
+            return "choose", "choose.commit", {NUM_BLOCKS: outputs, **self._choice(base)}
         assert isinstance(op, Embed)
         return f"embed:{op.matrix.format}", "embed.commit", self._embed(op, tokens, base)
 
@@ -311,14 +347,22 @@ class RecordBuilder:
             attention.MERGE_FLOATS: floats,
         }
 
-    def _choice(self) -> dict[int, int]:
-        """What `find` and `choose` share; where they leave their results is the caller's."""
-        vocabulary = self._config.vocabulary
+    def _choice(self, base: int) -> dict[int, int]:
+        """What `find` and `choose` share; the program says which step this is, and where chosen tokens are looked up next."""
+        offsets = self._tables.offsets
         return {
             choose.LOGITS: self._buffers.address("logits"),
-            choose.COUNT: vocabulary,
-            choose.PART: round_up(-(-vocabulary // CHOICE_PARTS), 16),
+            choose.STRIDE: self._buffers.strides["logits"],
+            choose.COUNT: self._config.vocabulary,
+            choose.PART: choice_part(self._config.vocabulary),
             choose.NUM_PARTS: CHOICE_PARTS,
+            choose.PARTS: self._buffers.parts.address,
+            choose.SCORES: self._buffers.address("scores"),
+            choose.SAMPLES: base + 8 * offsets["sampling"],
+            choose.CHOSEN: base + 8 * offsets["chosen"],
+            choose.ROW_TABLE: base + 8 * offsets["outputs"],
+            choose.DRAW: self._address_of("choose.draw"),
+            choose.DRAW_FLAT: self._address_of("choose.draw_flat"),
         }
 
     def _embed(self, op: Embed, tokens: int, base: int) -> dict[int, int]:
@@ -359,7 +403,7 @@ def kernels_of(graph: tuple[Operation, ...], group: int) -> list[str]:
     names += [f"attention:{group}", "matmul.commit", "embed.commit"]
     for op in graph:
         if isinstance(op, Find):
-            names += ["find", "find.commit", "choose", "choose.commit"]
+            names += ["find", "find.commit", "choose", "choose.commit", "choose.draw", "choose.draw_flat"]
         elif isinstance(op, Product):
             names.append(f"matmul:{op.matrix.format}")
         elif isinstance(op, Embed):

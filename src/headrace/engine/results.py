@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from headrace.errors import HeadraceError
 from headrace.model.step import LedgerTotals
 
-FinishReason = Literal["stop", "length", "context", "cancelled"]
-"""stop: an end token or a stop string; length: max_tokens reached; context: no room left; cancelled: by the user."""
+FinishReason = Literal["stop", "length", "context", "cancelled", "error"]
+"""stop: an end token or a stop string; length: max_tokens reached; context: no room left; cancelled: by the user; error: see
+`GenerationResult.error`."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +58,21 @@ class Timings:
 
 
 MissReason = Literal[
-    "first seen",
+    "first_seen",
     "diverged",
     "evicted",
-    "format changed",
-    "model changed",
+    "format_changed",
+    "model_changed",
     "damaged",
     "gone",
-    "no room",
-    "recompute is quicker",
+    "no_room",
+    "recompute_is_quicker",
 ]
+
+
+def reason_text(reason: str) -> str:
+    """A reason as people read it: 'first_seen' -> 'first seen'."""
+    return reason.replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,11 @@ class KeptPast:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """Everything known at the end of a generation."""
+    """Everything known at the end of a generation.
+
+    `seed` gives the same text again: the one that was asked for, or drawn; None if neither, since no token was drawn.
+    `error` is why there is no more of it: only in results of `generate_all`, as all other calls raise it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -125,3 +136,5 @@ class GenerationResult:
     decode_ledger: LedgerTotals
     logprobs: tuple[TokenLogprob, ...] = field(default=())
     reuse: Reuse = field(default=Reuse())
+    seed: int | None = None
+    error: HeadraceError | None = None

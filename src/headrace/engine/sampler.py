@@ -2,9 +2,10 @@
 
 The order of operations, with the meaning that llama.cpp gives to each:
 
-1. penalties on the logits of tokens among the last `penalty_window` of the history, prompt included:
-   a positive logit is divided by `repeat_penalty`, any other multiplied by it;
-   then `frequency_penalty` times the token's count and `presence_penalty` once are subtracted;
+1. edits of the logits, in this order: `logit_bias` is added; penalties on tokens among the last `penalty_window` of the
+   history, prompt included: a positive logit is divided by `repeat_penalty`, any other multiplied by it, then
+   `frequency_penalty` times the token's count and `presence_penalty` once are subtracted; tokens that are not allowed get
+   minus infinity, and are kept by none of the following;
 2. top-k: the k tokens of highest logit (0: all);
 3. top-p: of these, the shortest run from the best on whose probabilities reach `top_p` of their sum (1: all);
 4. min-p: of these, the tokens at least `min_p` times as likely as the best one (0: all);
@@ -15,7 +16,9 @@ Of tokens with equal logits the lower id goes first, everywhere.
 
 The number that draws a token depends on the seed and on the token's position in its sequence and on nothing else
 (a counter-based generator, Philox 4x64), so a sequence reads the same whatever else is in its batch.
-Log-probabilities are those of the model: natural logarithms, before penalties, truncation and temperature.
+Log-probabilities are those of the model: natural logarithms, before edits, truncation and temperature.
+
+This is the slow twin of what a step does by itself (`kernels/choose.py`), and chooses where log-probabilities are asked for.
 
 Invariant: nothing sorts the vocabulary (unless a top-k nearly as large is asked for): candidates are cut out first, by a
 threshold below which no kept token can lie.
@@ -27,8 +30,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TypedDict
 
 import numpy as np
@@ -38,6 +41,9 @@ from headrace.errors import NumericError, OptionError
 
 MAX_LOGPROBS = 1000
 """Most likely tokens that can be asked for at one place."""
+
+MAX_BIAS = 100.0
+"""The largest bias of a logit, either way: in practice it forces a token, or bans it."""
 
 _BLOCKS = 1024
 """Columns whose maxima give the threshold of a top-k: one row of 4 KiB, several times a usual k."""
@@ -52,6 +58,7 @@ _NUM_SLICES = 2048
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -66,13 +73,16 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     penalty_window: int
     seed: int | None
+    logit_bias: Mapping[int, float]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen; see the module's docstring for the meaning and the order.
 
-    `seed` None is seed 0: nothing here is random by itself, so variety takes a seed of the caller's.
+    `seed` None: the model draws one for each answer and tells it in the result; a `Sampler` by itself, in which nothing is
+    random, takes None for 0.
+    `logit_bias` holds what is added to logits, from -100 to 100 by token id, as OpenAI's API has it.
     `logprobs` 0 computes none; N gives the chosen token's log-probability and the N most likely tokens.
 
     Raises:
@@ -89,6 +99,7 @@ class SamplingParams:
     penalty_window: int = 64
     seed: int | None = None
     logprobs: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _check_real("temperature", self.temperature, "0 (always the most likely token) or more", low=0.0)
@@ -102,11 +113,18 @@ class SamplingParams:
         _check_whole("logprobs", self.logprobs, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}")
         if self.seed is not None:
             _check_whole("seed", self.seed, 2**64 - 1, "from 0 to 2^64 - 1, or left out")
+        _check_biases(self.logit_bias)
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # what the caller changes later is no part of it
 
     @property
     def takes_largest(self) -> bool:
         """Whether the token of the largest logit is all that is asked for: then the step itself can choose it."""
-        return self.temperature == 0.0 and not self.has_penalties and self.logprobs == 0
+        return self.temperature == 0.0 and not self.has_edits and self.logprobs == 0
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether logits are changed before a token is chosen; a mask of allowed tokens is not of these parameters."""
+        return self.has_penalties or bool(self.logit_bias)
 
     @property
     def has_penalties(self) -> bool:
@@ -131,50 +149,81 @@ class Sampler:
     """Chooses tokens of one sequence. It has no state: the same arguments give the same token, in any order of calls."""
 
     def __init__(self, params: SamplingParams, vocab_size: int) -> None:
-        """`vocab_size` is V, the length of every row of logits to come."""
+        """`vocab_size` is V, the length of every row of logits to come.
+
+        Raises:
+            OptionError: `logit_bias` names a token that there is none of.
+        """
+        check_bias_ids(params, vocab_size)
         self.params = params
         self.vocab_size = vocab_size
 
-    def sample(self, logits: Float32Array, history: Sequence[int], position: int) -> Sampled:
+    def sample(self, logits: Float32Array, history: Sequence[int], position: int, allowed: BoolArray | None = None) -> Sampled:
         """Chooses one token.
 
         Args:
             logits: float32[V], left unchanged.
             history: token ids so far, prompt included; only the last `penalty_window` are read.
             position: index of the new token in its sequence, prompt included; picks the random number.
+            allowed: bool[V], the tokens that may be chosen; None: all.
 
         Raises:
             NumericError: a logit is NaN or infinite.
+            OptionError: no token is allowed.
         """
         best_logit = _check_finite(logits, self.vocab_size)
         if self.params.temperature == 0.0:
-            token_id = int(self._penalised(logits, history).argmax())
+            token_id = int(self._edited(logits, history, allowed).argmax())
         else:
-            ids, probabilities = self._distribution(self._penalised(logits, history))
+            ids, probabilities = self._distribution(self._edited(logits, history, allowed))
             token_id = int(ids[_inverse_cdf(probabilities, uniform(self.params.seed or 0, position))])
+        return self._told(logits, token_id, best_logit)
+
+    def tell(self, logits: Float32Array, token_id: int) -> Sampled:
+        """A token that a step has chosen from these logits, float32[V], with the log-probabilities that were asked for."""
+        return self._told(logits, token_id, logits.max())
+
+    def _told(self, logits: Float32Array, token_id: int, best_logit: np.float32) -> Sampled:
         if self.params.logprobs == 0:
             return Sampled(token_id)
         log_total = float(best_logit) + math.log(_mass(logits, best_logit))
         top = tuple((int(i), float(logits[i]) - log_total) for i in _top_ids(logits, self.params.logprobs))
         return Sampled(token_id, float(logits[token_id]) - log_total, top)
 
-    def distribution(self, logits: Float32Array, history: Sequence[int]) -> tuple[Int64Array, Float64Array]:
+    def distribution(
+        self, logits: Float32Array, history: Sequence[int], allowed: BoolArray | None = None
+    ) -> tuple[Int64Array, Float64Array]:
         """The tokens that can be drawn and their probabilities: ids int64[N] ascending, float64[N] that sum to 1.
 
         Raises:
             NumericError: a logit is NaN or infinite.
+            OptionError: no token is allowed.
         """
         _check_finite(logits, self.vocab_size)
-        scores = self._penalised(logits, history)
+        scores = self._edited(logits, history, allowed)
         if self.params.temperature == 0.0:
             return np.array([scores.argmax()], dtype=np.int64), np.ones(1)
         return self._distribution(scores)
 
+    def _edited(self, logits: Float32Array, history: Sequence[int], allowed: BoolArray | None) -> Float32Array:
+        """Float32[V] after step 1: the same array when there are no edits, a changed copy otherwise."""
+        scores = logits
+        if self.params.logit_bias:
+            ids, biases = biases_of(self.params)
+            scores = scores.copy()
+            scores[ids] += biases
+        if self.params.has_penalties and len(history) > 0:
+            scores = self._penalised(scores, history)
+        if allowed is None:
+            return scores
+        assert allowed.shape == scores.shape
+        if not allowed.any():
+            raise OptionError(NOTHING_ALLOWED)
+        return np.where(allowed, scores, np.float32(-np.inf))
+
     def _penalised(self, logits: Float32Array, history: Sequence[int]) -> Float32Array:
-        """Float32[V] after the penalties: the same array when there are none, a changed copy otherwise."""
+        """Float32[V], a copy with the penalties."""
         params = self.params
-        if not params.has_penalties or not history:
-            return logits
         counts = Counter(history[-params.penalty_window :])
         ids = np.fromiter(counts.keys(), dtype=np.int64, count=len(counts))
         times = np.fromiter(counts.values(), dtype=np.float32, count=len(counts))
@@ -185,10 +234,7 @@ class Sampler:
             values = np.where(values > 0, values / repeat, values * repeat)
             values -= times * np.float32(params.frequency_penalty) + np.float32(params.presence_penalty)
         if not np.isfinite(values).all():
-            raise NumericError(
-                f"repeat_penalty={params.repeat_penalty}, presence_penalty={params.presence_penalty} and frequency_penalty="
-                f"{params.frequency_penalty} push a logit out of float32's range: use penalties nearer to their neutral values"
-            )
+            raise NumericError(out_of_range(params))
         scores[ids] = values
         return scores
 
@@ -196,10 +242,13 @@ class Sampler:
         """Steps 2 to 5: ids int64[N] ascending and their probabilities float64[N]."""
         ids = self._kept(scores)
         values = scores if ids is None else scores[ids]
-        with np.errstate(over="ignore", under="ignore"):  # far below the best at a tiny temperature: weight 0
+        # far below the best at a tiny temperature: weight 0; as is what is not allowed
+        with np.errstate(over="ignore", under="ignore"):
             weights = np.exp((values.astype(np.float64) - float(values.max())) / self.params.temperature)
         weights /= weights.sum()
-        return np.arange(len(scores), dtype=np.int64) if ids is None else ids, weights
+        ids = np.arange(len(scores), dtype=np.int64) if ids is None else ids
+        allowed = values > -np.inf
+        return (ids, weights) if allowed.all() else (ids[allowed], weights[allowed])
 
     def _kept(self, scores: Float32Array) -> Int64Array | None:
         """Ids, ascending, that pass top-k, top-p and min-p; None for the whole vocabulary.
@@ -222,6 +271,34 @@ class Sampler:
         kept = kept[scores[kept] >= floor]
         kept.sort()
         return kept
+
+
+NOTHING_ALLOWED = "no token is allowed here: a mask of allowed tokens has to allow at least one"
+
+
+def out_of_range(params: SamplingParams) -> str:
+    """Says that penalties are too strong for the logits that they met."""
+    return (
+        f"repeat_penalty={params.repeat_penalty}, presence_penalty={params.presence_penalty} and frequency_penalty="
+        f"{params.frequency_penalty} push a logit out of float32's range: use penalties nearer to their neutral values"
+    )
+
+
+def check_bias_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Refuses biases of tokens that the vocabulary does not have.
+
+    Raises:
+        OptionError: an id is too large.
+    """
+    highest = max(params.logit_bias, default=0)
+    if highest >= vocab_size:
+        raise OptionError(f"logit_bias names token {highest}, and the model's tokens are 0 to {vocab_size - 1}")
+
+
+def biases_of(params: SamplingParams) -> tuple[Int64Array, Float32Array]:
+    """`logit_bias` as arrays: ids int64[N] ascending, float32[N]."""
+    ids = sorted(params.logit_bias)
+    return np.array(ids, dtype=np.int64), np.array([params.logit_bias[token] for token in ids], dtype=np.float32)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -270,6 +347,7 @@ def _until_mass(values: Float32Array, best: np.float32, needed_mass: float, floo
     if cumulative[-1] >= needed_mass or values[ordered[-1]] < floor or len(ordered) == len(values):
         return ordered[: int(np.searchsorted(cumulative, needed_mass)) + 1]
     # A flat distribution: weigh slices of the value axis, and put in order only the slice in which the mass is reached.
+    # what is not allowed lies infinitely far down
     slices = np.minimum((best - values) * np.float32(_SLICES_PER_NAT), np.float32(_NUM_SLICES - 1)).astype(np.int64)
     masses = np.cumsum(np.bincount(slices, weights=np.exp(values - best), minlength=_NUM_SLICES))
     last = int(np.searchsorted(masses, needed_mass))
@@ -319,6 +397,14 @@ def _check_real(
 ) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (low <= value <= high and above < value < math.inf):
         raise OptionError(f"{name}={value!r} cannot be used: give a number {allowed}")
+
+
+def _check_biases(biases: object) -> None:
+    if not isinstance(biases, Mapping):
+        raise OptionError(f"logit_bias={biases!r} cannot be used: give numbers from -100 to 100 by token id, as {{42: -5.0}}")
+    for token, bias in biases.items():
+        _check_whole("a token id of logit_bias", token, 2**31 - 1, "from 0 up")
+        _check_real(f"logit_bias of token {token}", bias, "from -100 to 100 (0 is none)", low=-MAX_BIAS, high=MAX_BIAS)
 
 
 def _check_whole(name: str, value: object, high: int, allowed: str) -> None:

@@ -3,8 +3,8 @@
     tokens   0 ......... num_tokens          all of them are computed: their keys and values lie in `pages`
     pages    ceil(num_tokens / 32)           the last one partly filled
 
-Grows by steps, shrinks by truncation. Begins empty, or with what the cache knows (`recall.py`); what it holds becomes
-known to others when it is committed.
+Grows by steps, shrinks by truncation. Begins empty, or with what the cache knows (`recall.py`). What it holds becomes known
+to others when it is committed; whole pages of a prompt that is shared do so after each chunk.
 
 If memory cannot hold the whole past, its oldest pages stay on disk (`None` among the pages), and each step reads them layer
 by layer (`streaming.py`). Pages that are only being read back arrive while the next step runs (`arrival.py`).
@@ -13,18 +13,22 @@ by layer (`streaming.py`). Pages that are only being read back arrive while the 
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.batch import Slice
-from headrace.engine.executor import MAX_STEP_OUTPUTS, Executor
+from headrace.engine.batch import RowSampling, Slice
+from headrace.engine.executor import MAX_STEP_OUTPUTS, Executor, StepRun
 from headrace.engine.spill import Spill
 from headrace.engine.streaming import PageLostError
 from headrace.errors import ContextOverflowError, NumericError, OptionError
 from headrace.kernels.page_formats import F16
 from headrace.kv.cache import Found, PageCache
+from headrace.kv.intake import SharedPast
 from headrace.kv.pages import format_of, pages_for
 from headrace.kv.residency import DEFAULT_STANDING, Standing
 from headrace.kv.tree import Node
@@ -36,10 +40,23 @@ if TYPE_CHECKING:
     from headrace.engine.accounts import Account
     from headrace.engine.arrival import Arrival
 
-_NOT_FINITE = (
+P = ParamSpec("P")
+R = TypeVar("R")
+NOT_FINITE = (
     "the logits of tokens {first} to {last} are not finite: the model file is damaged or its values overflow; "
     "fetch or convert it again"
 )
+
+
+def _held(method: Callable[Concatenate[Sequence, P], R]) -> Callable[Concatenate[Sequence, P], R]:
+    """A method during which nobody else computes."""
+
+    @wraps(method)
+    def held(self: Sequence, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._hold():
+            return method(self, *args, **kwargs)
+
+    return held
 
 
 class Sequence:
@@ -49,22 +66,27 @@ class Sequence:
         self,
         executor: Executor,
         cache: PageCache,
-        account: Account,
+        accounts: Tokens[Account],
         vocabulary: int,
         context_tokens: int,
         page_format: int | None = None,
+        hold: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        """`accounts` book its steps; `hold` is entered while it computes: steps and pages are one thread's at a time."""
         self._executor, self.cache = executor, cache
         self._vocabulary, self._context_tokens = vocabulary, context_tokens
         self._page_format = cache.formats[0] if page_format is None else page_format
         self.pages: list[int | None] = []
         self.cold: dict[int, Node] = {}
         self.found: Found | None = None
+        self.shared: SharedPast | None = None
         self.arrival: Arrival | None = None
         self._spill = Spill(self, executor.streaming)
         self._addresses: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._known_formats: tuple[int, ...] | None = None  # None: to be looked up, as pages have come or moved
         self.token_ids: list[int] = []
-        self.accounts: list[Account] = [account]
+        self.accounts: list[Account] = list(accounts)
+        self._hold = hold
         self.streamed_bytes, self.streamed_s = 0, 0.0
         self.lost: list[tuple[str, int, int]] = []  # pages that could not be streamed: reason, first token, tokens made anew
 
@@ -78,11 +100,12 @@ class Sequence:
         """Tokens whose keys and values are kept."""
         return len(self.token_ids)
 
+    @_held
     def append(self, token_ids: Tokens[int], *, cancelled: Callable[[], bool] | None = None) -> npt.NDArray[np.float32]:
         """Computes tokens on top of what is there, in chunks; stops between chunks when `cancelled` says so.
 
         Returns:
-            Logits of the last token computed, float32 [V]: a view that the next step overwrites.
+            Logits of the last token computed, float32 [V].
 
         Raises:
             OptionError: no token is given, or an id is outside the vocabulary.
@@ -94,6 +117,36 @@ class Sequence:
         assert logits is not None
         return logits
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether its steps cannot be shared with others: part of its past is on disk, or on its way from there."""
+        return bool(self.cold) or self.arrival is not None
+
+    def slice(self, token_ids: Tokens[int], num_outputs: int, sampling: RowSampling | None = None) -> Slice:
+        """Its part of a step for which pages are reserved."""
+        return Slice(token_ids, self.num_tokens, self._addresses, num_outputs, sampling=sampling)
+
+    def took(self, token_ids: Tokens[int]) -> None:
+        """A step has computed these tokens behind those that were here."""
+        self.token_ids += token_ids
+        self._seal()
+
+    def run_alone(self, token_ids: Tokens[int], sampling: RowSampling | None = None) -> StepRun:
+        """A step of its own, for which pages are reserved; `took` follows."""
+        run = self._run(self.slice(token_ids, 1, sampling))
+        assert run is not None, "new tokens come behind all others"
+        return run
+
+    @contextmanager
+    def booked_on(self, account: Account) -> Iterator[None]:
+        """Steps that the sequence takes by itself inside are booked on this account too."""
+        self.accounts.append(account)
+        try:
+            yield
+        finally:
+            self.accounts.remove(account)
+
+    @_held
     def run_ahead(self, token_id: int, steps: int) -> list[int]:
         """Computes a token and those that greedy decoding puts behind it, in one go.
 
@@ -109,33 +162,33 @@ class Sequence:
             NumericError: logits are not finite.
         """
         past = self.num_tokens
-        self._reserve(past + steps)
+        self.reserve(past + steps)
         self.arrive()
         if self.cold:
             return self._run_one_by_one(token_id, steps)
-        chosen, program = self._executor.run_ahead(token_id, past, self._addresses, steps)
+        run = self._executor.run([Slice([token_id], past, self._addresses)], steps)
+        chosen: list[int] = run.chosen[:, 0].tolist()
         if min(chosen) < 0:
             self.truncate(past)
-            raise NumericError(_NOT_FINITE.format(first=past + chosen.index(-1), last=past + chosen.index(-1)))
+            raise NumericError(NOT_FINITE.format(first=past + chosen.index(-1), last=past + chosen.index(-1)))
         self.token_ids += [token_id, *chosen[:-1]]
-        length = (len(program.stamps) - 1) // steps
-        formats = self._formats()
-        for step in range(steps):
+        formats = self.formats()
+        for step, stamps in enumerate(run.stamps):
             batch = (SequenceStep(1, past + step, chosen=True, page_formats=formats),)
-            begin = step * length
             for account in self.accounts:
-                # a step begins when the one before is complete; the place behind the last operation is the program's begin
-                account.add(batch, program.stamps[begin : begin + length], program.stamps[begin - 1])
+                account.add(batch, stamps[:-1], int(stamps[-1]))
         self._seal()
         return chosen
 
+    @_held
     def append_all(self, token_ids: Tokens[int]) -> npt.NDArray[np.float32]:
         """Like `append`, but gives the logits of every token: float32 [T, V], a copy.
 
         Raises as `append` does, and NumericError if a logit is not finite.
         """
-        return np.concatenate([rows.copy() for rows in self.steps(token_ids, outputs=MAX_STEP_OUTPUTS)])
+        return np.concatenate(list(self.steps(token_ids, outputs=MAX_STEP_OUTPUTS)))
 
+    @_held
     def truncate(self, num_tokens: int) -> None:
         """Forgets all tokens but the first `num_tokens`."""
         if num_tokens:
@@ -150,9 +203,12 @@ class Sequence:
             if page is not None:
                 self.cache.pool.release(page)
         del self.pages[keep:]
-        self._addresses = self._addresses[:keep]
+        self._addresses, self._known_formats = self._addresses[:keep], None
+        if self.shared is not None and keep < self.shared.num_pages and not self.cold:
+            self.let_go()
         self._spill.resize(len(self.cold))
 
+    @_held
     def keep_common(self, token_ids: Tokens[int]) -> int:
         """Truncates to the longest common beginning with `token_ids`; returns its length."""
         common = 0
@@ -163,20 +219,57 @@ class Sequence:
         self.truncate(common)
         return common
 
+    def share(self, *, complete: bool) -> None:
+        """Makes whole pages known to other requests; with `complete` the prompt is all there, and goes to disk if that pays."""
+        self.arrive()
+        whole = self.num_tokens // PAGE_TOKENS
+        if self.shared is None and whole <= (0 if self.found is None else len(self.found.nodes)):
+            return  # nothing that is not known
+        if self.found is not None:  # the pages are held by their owner counts
+            self.cache.let_go(self.found)
+        tokens = self.token_ids[: whole * PAGE_TOKENS]
+        self.take_shared(self.cache.share(tokens, self.pages[:whole], self.shared, complete=complete))
+
+    def take_shared(self, shared: SharedPast) -> None:
+        """Goes on with pages that are known to others now, some of which are theirs."""
+        if self.found is not None:
+            self.cache.let_go(self.found)
+        self.found, self.shared = None, shared
+        count = len(shared.handles)
+        if tuple(self.pages[:count]) != shared.handles:
+            self.pages[:count] = shared.handles
+            self.readdress()
+
+    def known_nodes(self) -> list[Node]:
+        """What the tree has of the first pages."""
+        if self.shared is not None:
+            return [] if self.shared.last is None else self.shared.last.path()
+        return [] if self.found is None else self.found.nodes
+
+    def let_go(self) -> None:
+        """Holds nothing of what others know any longer."""
+        found, shared = self.found, self.shared
+        self.found = self.shared = None
+        if found is not None:
+            self.cache.let_go(found)
+        if shared is not None:
+            self.cache.end(shared)
+
+    @_held
     def commit(self, num_answer_tokens: int, standing: Standing = DEFAULT_STANDING) -> None:
         """Makes what is here known to later requests."""
         self.arrive()
         if self.found is not None:  # the pages are held by their owner counts
             self.cache.let_go(self.found)
         if self.token_ids:
-            self.cache.commit(self.token_ids, self.pages, num_answer_tokens=num_answer_tokens, standing=standing)
+            shared, self.shared = self.shared, None
+            self.cache.commit(self.token_ids, self.pages, num_answer_tokens=num_answer_tokens, standing=standing, shared=shared)
 
+    @_held
     def close(self) -> None:
         """Gives the pages back."""
         self.truncate(0)
-        if self.found is not None:
-            self.cache.let_go(self.found)
-            self.found = None
+        self.let_go()
 
     def steps(
         self, token_ids: Tokens[int], *, outputs: int = 1, cancelled: Callable[[], bool] | None = None
@@ -200,11 +293,12 @@ class Sequence:
             if start and cancelled is not None and cancelled():
                 return
             chunk = ids[start : start + size]
-            self._reserve(whole if at_once else self.num_tokens + len(chunk))
-            rows = self._step(chunk, min(outputs, len(chunk)))
+            with self._hold():
+                self.reserve(whole if at_once else self.num_tokens + len(chunk))
+                rows = self._step(chunk, min(outputs, len(chunk))).copy()
             # a single row is for the sampler, which looks at every value anyway
             if outputs > 1 and not np.isfinite(rows).all():
-                raise NumericError(_NOT_FINITE.format(first=start, last=start + len(chunk) - 1))
+                raise NumericError(NOT_FINITE.format(first=start, last=start + len(chunk) - 1))
             yield rows
 
     def compute_pages(self, first: int, count: int, token_ids: Tokens[int]) -> bool:
@@ -258,6 +352,7 @@ class Sequence:
     def readdress(self) -> None:
         """Makes new tables of addresses, since pages have moved. A new array: old steps may still be reading the other."""
         address = self.cache.pool.address
+        self._known_formats = None
         self._addresses = np.array([0 if page is None else address(page) for page in self.pages], np.int64)
 
     def arrive(self) -> None:
@@ -275,10 +370,11 @@ class Sequence:
         if num_tokens > self._context_tokens:
             raise ContextOverflowError(
                 f"{num_tokens} tokens do not fit into a context of {self._context_tokens}: "
-                "shorten the prompt or raise --context"
+                "shorten the prompt or raise the context",
+                arguments=("context",),
             )
 
-    def _reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int) -> None:
         """Takes pages for a number of tokens, all or none."""
         self._check_context(num_tokens)
         self._own_last_page()
@@ -314,17 +410,18 @@ class Sequence:
         room = (len(self.pages) + self.cache.num_room()) * PAGE_TOKENS
         reason = f"there is room for {room}" if room < num_tokens else "memory is too small to read so long a past from disk"
         return ContextOverflowError(
-            f"{num_tokens} tokens do not fit: {reason}; shorten the prompt, or raise --kv-memory{self._spill.refusal}"
+            f"{num_tokens} tokens do not fit: {reason}; shorten the prompt, or raise kv_memory{self._spill.refusal}",
+            arguments=("kv_memory", "kv_disk"),
         )
 
     def _step(self, ids: list[int], outputs: int) -> npt.NDArray[np.float32]:
-        logits = self._run(Slice(ids, self.num_tokens, self._addresses, outputs))
-        assert logits is not None, "new tokens come behind all others"
+        run = self._run(Slice(ids, self.num_tokens, self._addresses, outputs))
+        assert run is not None, "new tokens come behind all others"
         self.token_ids += ids
         self._seal()
-        return logits
+        return run.logits
 
-    def _run(self, part: Slice) -> npt.NDArray[np.float32] | None:
+    def _run(self, part: Slice) -> StepRun | None:
         """Runs a step and books it; a page that cannot be read any more is computed again first, with all behind it.
 
         None if that was all there was to do: the step's tokens are behind the lost page, and among those that were here.
@@ -334,9 +431,9 @@ class Sequence:
         assert all(page is not None and format_of(page) == F16 for page in written), "a step writes to exact pages in memory"
         while self.cold or self.arrival is not None:
             cold = self._spill.cold_pages() if self.cold else None
-            late = Slice(part.token_ids, part.past_tokens, self._addresses, part.num_outputs, cold, self.arrival)
+            late = replace(part, page_addresses=self._addresses, cold=cold, arriving=self.arrival)
             try:
-                logits = self._executor.run([late])
+                run = self._executor.run([late])
             except PageLostError as lost:
                 if cold is None:
                     self.arrive()
@@ -346,34 +443,33 @@ class Sequence:
                     self._spill.repair(lost.page)
                     if part.past_tokens < self.num_tokens:
                         return None
-                    self._reserve(self.num_tokens + count)
+                    self.reserve(self.num_tokens + count)
             else:
-                streamed = self._executor.last_streamed
-                assert streamed is not None
+                assert run.streamed is not None
                 if cold is not None:
-                    self.streamed_bytes += streamed.streamed_bytes
-                    self.streamed_s += streamed.waited_s
+                    self.streamed_bytes += run.streamed.streamed_bytes
+                    self.streamed_s += run.streamed.waited_s
                 break
         else:
             # the pages may have moved since the caller looked
-            logits = self._executor.run([Slice(part.token_ids, part.past_tokens, self._addresses, part.num_outputs)])
-        stamps, waited = self._executor.last_stamps, self._executor.last_streamed is not None
-        step = SequenceStep(count, part.past_tokens, part.num_outputs, page_formats=self._formats())
+            run = self._executor.run([replace(part, page_addresses=self._addresses)])
+        stamps = run.stamps[0]
+        step = SequenceStep(count, part.past_tokens, part.num_outputs, chosen=True, page_formats=self.formats())
         for account in self.accounts:
-            account.add((step,), stamps[:-1], stamps[-1])
-        if not waited and part.num_outputs == 1:
+            account.add((step,), stamps[:-1], int(stamps[-1]))
+        if run.streamed is None and part.num_outputs == 1:
             seconds = float(stamps[:-1].max() - stamps[-1]) / self._executor.team.ticks_per_us / 1e6
             self.cache.prices.computed(count, part.past_tokens, seconds)
         self.arrive()
-        return logits
+        return run
 
     def _run_one_by_one(self, token_id: int, steps: int) -> list[int]:
         chosen: list[int] = []
         for _ in range(steps):
-            self._reserve(self.num_tokens + 1)  # a page that was lost took those reserved behind it along
+            self.reserve(self.num_tokens + 1)  # a page that was lost took those reserved behind it along
             logits = self._step([token_id if not chosen else chosen[-1]], 1)[-1]
             if not np.isfinite(logits).all():
-                raise NumericError(_NOT_FINITE.format(first=self.num_tokens - 1, last=self.num_tokens - 1))
+                raise NumericError(NOT_FINITE.format(first=self.num_tokens - 1, last=self.num_tokens - 1))
             chosen.append(int(logits.argmax()))
         return chosen
 
@@ -391,9 +487,11 @@ class Sequence:
         if changed:
             self.readdress()
 
-    def _formats(self) -> tuple[int, ...]:
+    def formats(self) -> tuple[int, ...]:
         """Formats of the pages, as the ledger has them: () if all are exact."""
         if self._page_format == F16 and len(self.cache.formats) == 1:
             return ()
-        found = tuple(self._spill.format_of(number) for number in range(len(self.pages)))
-        return found if any(found) else ()
+        if self._known_formats is None:
+            found = tuple(self._spill.format_of(number) for number in range(len(self.pages)))
+            self._known_formats = found if any(found) else ()
+        return self._known_formats

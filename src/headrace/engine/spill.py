@@ -55,7 +55,6 @@ class Spill:
     def __init__(self, sequence: Sequence, runner: StreamRunner) -> None:
         self._sequence, self._runner = sequence, runner
         self._reserved_bytes = 0
-        self._held: Node | None = None
         self._cold: ColdPages | None = None
 
     @property
@@ -69,7 +68,7 @@ class Spill:
         """Why the disk did not help, as the end of a sentence; empty if it was not asked."""
         disk = self._sequence.cache.disk
         if disk is None:
-            return ", or allow --kv-disk"
+            return ", or allow kv_disk"
         return "" if disk.refusal is None else f" (the disk took no pages: {disk.refusal.reason}, {disk.refusal.detail})"
 
     def cold_pages(self) -> ColdPages:
@@ -98,17 +97,17 @@ class Spill:
         whole = sequence.num_tokens // PAGE_TOKENS
         if cache.disk is None or whole == 0:
             return False
-        path = cache.back(sequence.token_ids[: whole * PAGE_TOKENS], sequence.pages[:whole])
-        if not path:
+        shared = cache.back(sequence.token_ids[: whole * PAGE_TOKENS], sequence.pages[:whole], sequence.shared)
+        sequence.take_shared(shared)
+        if shared.last is None:
             return False
-        self._let_go()  # what is pinned now is so by others
+        path = shared.last.path()
         near = self._leaving(path, needed_bytes)
-        if near:
-            cache.demote_path(path, near[0])
-        self._held = path[-1]
-        cache.tree.pin(self._held)
         if not near:
             return False
+        cache.tree.unpin(shared.last)
+        cache.demote_path(path, near[0])
+        cache.tree.pin(shared.last)
         for number in near:
             page = sequence.pages[number]
             assert page is not None
@@ -136,11 +135,14 @@ class Spill:
         return near if missing <= 0 else []
 
     def _num_held(self, path: list[Node]) -> int:
-        """Pages at the beginning of a path that others hold, themselves or by one behind them, and so keep in memory."""
+        """Pages at the beginning of a path that others hold, themselves or by one behind them, and so keep in memory.
+
+        The sequence itself holds the last one.
+        """
         behind: Node | None = None
         is_held = self._sequence.cache.tree.is_held
         for node in reversed(path):
-            if node.pins or any(is_held(each) for each in node.children.values() if each is not behind):
+            if node.pins > (node is path[-1]) or any(is_held(each) for each in node.children.values() if each is not behind):
                 return node.depth_pages
             behind = node
         return 0
@@ -148,7 +150,7 @@ class Spill:
     def _compress(self, needed_bytes: int) -> bool:
         """Makes the oldest whole pages smaller, one format further, as far as formats allow it and nobody else reads them."""
         sequence, cache = self._sequence, self._sequence.cache
-        nodes = [] if sequence.found is None else sequence.found.nodes
+        nodes = sequence.known_nodes()
         changed = False
         for page_format in cache.formats[1:]:
             for number, page in enumerate(sequence.pages[: sequence.num_tokens // PAGE_TOKENS]):
@@ -163,25 +165,13 @@ class Spill:
             sequence.readdress()
         return cache.pool.free_bytes >= needed_bytes
 
-    def _let_go(self) -> None:
-        sequence, cache = self._sequence, self._sequence.cache
-        if sequence.found is not None:
-            cache.let_go(sequence.found)
-            sequence.found = None
-        if self._held is not None:
-            cache.tree.unpin(self._held)
-            self._held = None
-
     def resize(self, num_cold: int) -> bool:
-        """Counts the buffers that steps with so many pages on disk need; without any, nothing of the path is held."""
+        """Counts the buffers that steps with so many pages on disk need."""
         cache = self._sequence.cache
         wanted = self.staging_bytes(num_cold)
         self._cold = None
         if wanted < self._reserved_bytes:
             self._runner.release()
-        if num_cold == 0 and self._held is not None:
-            cache.tree.unpin(self._held)
-            self._held = None
         if wanted > self._reserved_bytes:
             if not cache.reserve(wanted - self._reserved_bytes):
                 return False
@@ -199,10 +189,9 @@ class Spill:
         sequence, cache = self._sequence, self._sequence.cache
         lost, ids = sequence.cold[number], sequence.token_ids[number * PAGE_TOKENS :]
         before = lost.parent
-        self._let_go()
+        sequence.let_go()
         sequence.truncate(number * PAGE_TOKENS)
         cache.lost(lost)
         if before is not None and before.parent is not None and sequence.cold:
-            cache.tree.pin(before)
-            self._held = before
+            sequence.shared = cache.hold(before)
         sequence.append(ids)

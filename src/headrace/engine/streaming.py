@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from headrace.engine.batch import Arriving, ColdPages, Slice, Tables, Words
+from headrace.engine.batch import Arriving, Batch, ColdPages, Slice, Words
 from headrace.engine.records import RecordBuilder
+from headrace.engine.tables import StepTables, Tables
 from headrace.kernels.page_formats import FORMAT_NAMES
 from headrace.kernels.program import AFTER, NUM_BLOCKS
 from headrace.kernels.runtime import Memory, Program, Team, round_up
@@ -60,10 +61,12 @@ class StreamedStep:
     """What a step did to get at its past.
 
     `stamps` is int64 [num_ops + 1]: when each operation was complete, and last when the step began; the wait for a layer is
-    part of its attention's time. `read_s` is what the reads took, `waited_s` how much of it the team had to wait.
+    part of its attention's time. `chosen` are the likeliest tokens, int64 [outputs]. `read_s` is what the reads took,
+    `waited_s` how much of it the team had to wait.
     """
 
     stamps: Words
+    chosen: Words
     streamed_bytes: int
     read_s: float
     waited_s: float
@@ -78,11 +81,9 @@ class StreamRunner:
         graph: Sequence[Operation],
         records: RecordBuilder,
         tables: Tables,
-        states_address: int,
         team: Team,
     ) -> None:
         self._graph, self._records, self._tables, self._team = graph, records, tables, team
-        self._states_address = states_address
         self._attentions = [op for op in graph if isinstance(op, Attention)]
         self._group_layers = -(-len(self._attentions) // _GROUPS_MIN)
         self._slice_bytes = tuple(layer_bytes(config, code) for code in range(len(FORMAT_NAMES)))
@@ -106,7 +107,7 @@ class StreamRunner:
         """Frees the staging buffer and forgets where pages came from; a later step takes a new one."""
         for pieces in self._shapes.values():
             self._wait_for(pieces.programs)
-            pieces.table_shape = pieces.kept = None
+            pieces.forget()
         self._staging = self._layout = None
 
     def close(self) -> None:
@@ -117,14 +118,15 @@ class StreamRunner:
             self._pool.shutdown()
             self._pool = None
 
-    def run(self, part: Slice) -> StreamedStep:
-        """Runs one step; logits lie where those of other steps do.
+    def run(self, batch: Batch) -> StreamedStep:
+        """Runs a step of one slice; logits lie where those of other steps do.
 
         Raises:
             PageLostError: a page could not be read. The step may be repeated.
         """
+        (part,) = batch.slices
         if part.arriving is not None:
-            return self._run_arriving(part, part.arriving)
+            return self._run_arriving(batch, part.arriving)
         cold = part.cold
         assert cold is not None
         assert len(cold.indices) > 0
@@ -132,7 +134,7 @@ class StreamRunner:
         pieces = self._pieces_of(len(part.token_ids), part.num_outputs)
         self._wait_for(pieces.programs)
         layout = self._layout_of(cold)
-        self._fill(pieces, part)
+        self._fill(pieces, batch)
         needed = {window: self._first_needed(part, cold, window) for window in self._tables.windows}
         reads = _Reads(self._reader(), self._team, layout, [(op.layer, needed[op.window]) for op in self._attentions])
         try:
@@ -140,14 +142,17 @@ class StreamRunner:
         finally:
             reads.close()
         ticks_per_s = self._team.ticks_per_us * 1e6
-        return StreamedStep(pieces.stamps(), reads.num_bytes, reads.read_ticks / ticks_per_s, reads.waited_ticks / ticks_per_s)
+        chosen = pieces.chosen(self._tables)
+        read_s, waited_s = reads.read_ticks / ticks_per_s, reads.waited_ticks / ticks_per_s
+        return StreamedStep(pieces.stamps(), chosen, reads.num_bytes, read_s, waited_s)
 
-    def _run_arriving(self, part: Slice, arriving: Arriving) -> StreamedStep:
+    def _run_arriving(self, batch: Batch, arriving: Arriving) -> StreamedStep:
         """A step that somebody else reads for: the page tables are right from the start, and pieces only have to wait."""
+        (part,) = batch.slices
         assert part.cold is None, "what is cold and what arrives is not waited for in one step"
         pieces = self._pieces_of(len(part.token_ids), part.num_outputs)
         self._wait_for(pieces.programs)
-        self._fill(pieces, part)
+        self._fill(pieces, batch)
         self._team.run(pieces.programs[0])
         waited_ticks = 0
         for op, piece in zip(self._attentions, pieces.programs[1:], strict=True):
@@ -155,7 +160,8 @@ class StreamRunner:
             arriving.wait_for(op.layer)
             waited_ticks += self._team.read_ticks() - start
             self._team.run(piece)
-        return StreamedStep(pieces.stamps(), 0, 0.0, waited_ticks / (self._team.ticks_per_us * 1e6))
+        waited_s = waited_ticks / (self._team.ticks_per_us * 1e6)
+        return StreamedStep(pieces.stamps(), pieces.chosen(self._tables), 0, 0.0, waited_s)
 
     def _run_pieces(self, pieces: _Pieces, layout: _Layout, reads: _Reads) -> None:
         """All pieces in turn: piece n + 1 begins with attention n."""
@@ -165,25 +171,24 @@ class StreamRunner:
             first = reads.wait(number)
             # the piece that read this page table last
             self._wait_for(pieces.programs[max(0, number - 1) : number])
-            words = pieces.tables[number % _TABLES]
+            words = pieces.tables[number % _TABLES].words
             words[pages_at + layout.cold.indices[first:]] = layout.words(number, op.layer, first)
             self._team.run(piece)
             reads.used(number)
 
-    def _fill(self, pieces: _Pieces, part: Slice) -> None:
+    def _fill(self, pieces: _Pieces, batch: Batch) -> None:
         """Fills both sets of tables; the words of cold pages come later."""
-        shape = self._tables.shape([part])
-        if shape is not None and shape == pieces.table_shape and pieces.kept is not None and pieces.kept.cold is part.cold:
-            for tables in pieces.tables:
-                self._tables.advance(tables, part, pieces.blocks)
-            return
-        for tables, address in zip(pieces.tables, pieces.addresses, strict=True):
-            pieces.blocks = self._tables.fill(tables, address, [part], self._states_address)
-        for op, piece in zip(self._attentions, pieces.programs[1:], strict=True):
-            piece.ops[0, NUM_BLOCKS // 8] = pieces.blocks[op.window]
-            piece.assign_flags()
-        # the addresses are kept alive, so that their identity cannot be taken by others
-        pieces.table_shape, pieces.kept = shape, part
+        (part,) = batch.slices
+        if pieces.cold is not part.cold:
+            # what was cold before has to be a page's address again
+            pieces.forget()
+            pieces.cold = part.cold
+        changed = [self._tables.write(tables, batch) for tables in pieces.tables]
+        if any(changed):
+            for op, piece in zip(self._attentions, pieces.programs[1:], strict=True):
+                entries = pieces.tables[0].blocks[op.window].entries
+                piece.ops[0, NUM_BLOCKS // 8] = entries.shape[0] * entries.shape[1]
+                piece.assign_flags()
 
     @staticmethod
     def _first_needed(part: Slice, cold: ColdPages, window: int) -> int:
@@ -232,24 +237,38 @@ class _Pieces:
 
     def __init__(self, graph: Sequence[Operation], records: RecordBuilder, tables: Tables, tokens: int, outputs: int) -> None:
         size = 8 * tables.num_words
+        self._outputs = outputs
         self._memory = Memory(_TABLES * size)
-        self.tables = [self._memory.words(number * size, tables.num_words) for number in range(_TABLES)]
-        self.addresses = [self._memory.address + number * size for number in range(_TABLES)]
-        self.table_shape: tuple[int, ...] | None = None
-        self.blocks: dict[int, int] = {}
-        self.kept: Slice | None = None
-        built = [records.build(tokens, outputs, address) for address in self.addresses]
+        self.tables = [
+            StepTables(self._memory.words(number * size, tables.num_words), self._memory.address + number * size)
+            for number in range(_TABLES)
+        ]
+        self.cold: ColdPages | None = None
+        built = records.records(tokens, outputs)
         cuts = [number for number, op in enumerate(graph) if isinstance(op, Attention)]
         self.programs: list[Program] = []
-        for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(graph)], strict=True)):
+        for number, (start, end) in enumerate(zip([0, *cuts], [*cuts, len(built.ops)], strict=True)):
             # attention n begins piece n + 1; what stands before the first one reads no page table
-            ops = built[(number - 1) % _TABLES][start:end]
+            ops = np.zeros_like(built.ops)
+            built.copy_to(ops, self.tables[(number - 1) % _TABLES].address)
+            ops = ops[start:end]
             program = Program(len(ops), int(ops[:, NUM_BLOCKS // 8].sum()) + tables.max_blocks, 0)
             program.ops[:] = ops
             # what lies before a piece is complete when it begins
             program.ops[:, AFTER // 8] = np.maximum(0, ops[:, AFTER // 8] - start)
             program.assign_flags()
             self.programs.append(program)
+        self._last_tables = self.tables[(len(cuts) - 1) % _TABLES]
+
+    def forget(self) -> None:
+        """Lets go of what the tables were filled for."""
+        self.cold = None
+        for tables in self.tables:
+            tables.forget()
+
+    def chosen(self, tables: Tables) -> Words:
+        """The tokens that the last piece chose, a copy."""
+        return tables.chosen(self._last_tables, self._outputs).copy()
 
     def stamps(self) -> Words:
         """Stamps of all pieces as if they had been one program."""

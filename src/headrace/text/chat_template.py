@@ -5,7 +5,7 @@ noncharacter before the template runs, and mended in the pieces of text after th
 The noncharacter stands next to characters that are no space, so that templates which trim messages still do.
 
 A file without a template belongs to a base model, which continues text: there is no made-up template for it, the
-caller goes on without one (`--raw`).
+caller goes on without one (`raw=True`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,15 @@ class Message:
     """One message of a conversation.
 
     Raises:
-        OptionError: the role is not one of `ROLES`.
+        OptionError: the role is not one of `ROLES`, or the content is no text.
     """
 
     role: str
     content: str
 
     def __post_init__(self) -> None:
+        if not isinstance(self.content, str):  # callers may not be typed
+            raise OptionError(f"the content {self.content!r:.60} is no text: give a string")
         if self.role not in ROLES:
             raise OptionError(f"{self.role!r} is not a role: use one of {', '.join(ROLES)}")
 
@@ -71,7 +73,8 @@ class ChatTemplate:
 
         if source is None:
             raise TemplateError(
-                "the model file has no chat template, it only continues text: use `headrace run --raw`, or a model for chat"
+                "the model file has no chat template, it only continues text: use raw=True, or a model for chat",
+                arguments=("raw",),
             )
         self._source = source
         self._template = BoundedTemplate(source)

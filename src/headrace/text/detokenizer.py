@@ -8,12 +8,30 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from headrace.errors import OptionError
 
 if TYPE_CHECKING:
     from headrace.text.tokenizer import Tokenizer
+
+
+Stop: TypeAlias = str | Sequence[str] | None
+"""One text that ends an answer, or several, or none."""
+
+
+def stop_strings(stop: Stop) -> tuple[str, ...]:
+    """The stop strings of an answer, each once: 'END' -> ('END',); None -> ().
+
+    Raises:
+        OptionError: one is empty, or no text.
+    """
+    texts = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in texts):  # type: ignore[redundant-expr] # callers may not be typed
+        raise OptionError(
+            f"stop={stop!r} is not a text or a list of texts with at least one character each: leave empty ones out"
+        )
+    return tuple(dict.fromkeys(texts))
 
 
 class StreamingDetokenizer:
@@ -23,7 +41,7 @@ class StreamingDetokenizer:
 
     Args:
         tokenizer: the tokenizer of the model.
-        stop: texts that end the generation; none of them is emitted.
+        stop: texts that end the generation, as `stop_strings` takes them; none of them is emitted.
 
     Raises:
         OptionError: a stop string is empty.
@@ -32,11 +50,9 @@ class StreamingDetokenizer:
         stopped: a stop string was completed; nothing more is emitted.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        if isinstance(stop, str) or not all(stop):
-            raise OptionError(f"stop={stop!r} is not a list of texts with at least one character each: leave empty ones out")
+    def __init__(self, tokenizer: Tokenizer, stop: Stop = ()) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(dict.fromkeys(stop))
+        self._stop = stop_strings(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stopped = False

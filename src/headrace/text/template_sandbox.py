@@ -153,7 +153,10 @@ class BoundedTemplate:
 
     def __init__(self, source: str) -> None:
         if len(source) > MAX_SOURCE_CHARACTERS:
-            raise TemplateError(f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARACTERS}: use --raw")
+            raise TemplateError(
+                f"the chat template has {len(source)} characters, more than {MAX_SOURCE_CHARACTERS}: use raw=True",
+                arguments=("raw",),
+            )
         self._environment = _Environment()
         self._lock = threading.Lock()
 
@@ -197,10 +200,14 @@ def _guarded(run: Callable[[], _Result]) -> _Result:
     try:
         return run()
     except _Refusal as error:
-        raise TemplateError(f"the chat template stops: {error}; change the messages or use --raw") from error
+        raise TemplateError(
+            f"the chat template stops: {error}; change the messages or use raw=True", arguments=("raw",)
+        ) from error
     except Exception as error:
         what = f"{type(error).__name__}: {error}"[:300]
-        raise TemplateError(f"the chat template fails ({what}): use --raw or another model file") from error
+        raise TemplateError(
+            f"the chat template fails ({what}): use raw=True or another model file", arguments=("raw",)
+        ) from error
 
 
 def _check_number(value: Any, limit: int) -> Any:
