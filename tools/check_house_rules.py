@@ -7,6 +7,7 @@
 | no wall clock, no unseeded randomness | src |
 | environment variables are read in config.py only | src |
 | no absolute path of somebody's machine | everything that is text |
+| no option of the command line in a text | src, outside cli |
 | no module called utils, helpers or misc | src |
 | relative links lead to a file, and to a heading in it | Markdown |
 
@@ -30,8 +31,13 @@ TEXT_SUFFIXES = {".py", ".md", ".toml", ".json", ".sh", ".txt", ".cfg", ".yaml",
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("src/headrace/kernels/library.py", "environment"): "hands the environment on to the process that compiles",
+    ("src/headrace/cli/batch.py", "wall-clock"): "OpenAI's answers tell when they were made",
     ("src/headrace/cli/doctor.py", "wall-clock"): "how old an abandoned file is, by the clock of its file system",
     ("src/headrace/engine/model.py", "wall-clock"): "the default of the clock that everything below it is given",
+    ("src/headrace/engine/model.py", "randomness"): "the default of where seeds come from that nobody asked for",
+    ("src/headrace/kernels/build.py", "option"): "a program of its own: its option is its own",
+    ("src/headrace/kernels/library.py", "option"): "starts that program",
+    ("src/headrace/weights/gguf.py", "option"): "names the option of another project's program",
     ("src/headrace/kernels/build.py", "output"): "a program of its own: it tells its parent what is done",
 }
 """(path, rule) -> reason."""
@@ -40,11 +46,15 @@ WALL_CLOCK = {"time.time", "time.time_ns", "time.localtime", "time.gmtime", "tim
 WALL_CLOCK |= {f"{name}.{call}" for name in ("datetime", "datetime.datetime") for call in ("now", "utcnow", "today")}
 WALL_CLOCK |= {"date.today", "datetime.date.today"}
 UNSEEDED = {"os.urandom", "uuid.uuid4", "uuid.uuid1", "random.SystemRandom"}
+UNSEEDED |= {f"secrets.{call}" for call in ("randbits", "randbelow", "choice", "token_bytes", "token_hex", "token_urlsafe")}
 SEEDED_WHEN_CALLED_WITH_ARGUMENTS = {"random.Random"}
 SEEDED_WHEN_CALLED_WITH_ARGUMENTS |= {f"{m}.random.{name}" for m in ("np", "numpy") for name in ("default_rng", "Philox")}
 SEEDED_TYPES = ("np.random.Generator", "np.random.PCG64", "np.random.SeedSequence", "np.random.BitGenerator")
 # Spelled in two parts, so that this file does not break the rule that it checks.
 MACHINE_PATH = re.compile(r"(?<![\w.~}>])/" + r"(?:work|root|tmp|home/\w+|Users/\w+)(?:/|\b(?!\.))(?!-)")
+
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]+")
 
 
 @dataclass(frozen=True, order=True)
@@ -106,8 +116,18 @@ def _check_code(name: str, tree: ast.Module) -> Iterator[Finding]:
                 yield Finding(
                     name, node.lineno, "function-length", f"{node.name} has {length} lines, at most {FUNCTION_LINES_MAX}"
                 )
+        if in_source and not in_cli:
+            yield from _check_texts(name, node)
         if in_source and isinstance(node, ast.Attribute | ast.Name | ast.Call | ast.ImportFrom):
             yield from _check_source_node(name, node, in_cli=in_cli)
+
+
+def _check_texts(name: str, node: ast.AST) -> Iterator[Finding]:
+    """Strings that are no docstring: what an error says is read by users of the library too."""
+    parts = [] if isinstance(node, ast.Expr) else ast.iter_child_nodes(node)
+    for part in parts:
+        if isinstance(part, ast.Constant) and isinstance(part.value, str) and (match := OPTION.search(part.value)):
+            yield Finding(name, part.lineno, "option", f"{match[0]} belongs to the command line: name the argument")
 
 
 def _check_source_node(name: str, node: ast.expr | ast.ImportFrom, *, in_cli: bool) -> Iterator[Finding]:

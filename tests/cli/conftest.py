@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from typer.testing import CliRunner
 
@@ -17,8 +18,14 @@ from headrace.cli import loading
 from headrace.cli.app import build_app
 from headrace.cli.options import LoadOptions
 from headrace.cli.progress import ConsoleProgress
-from headrace.engine.results import GenerationResult, KeptPast, LedgerTotals, Piece, Reuse, Timings, TokenLogprob, Usage
+from headrace.cli.protocols import ModelLike
+from headrace.engine.generation import check_max_tokens
+from headrace.engine.results import GenerationResult, KeptPast, Piece, Reuse, Timings, TokenLogprob, Usage
+from headrace.engine.sampler import SamplingOptions, sampling_params
 from headrace.errors import OptionError
+from headrace.model.step import LedgerTotals
+from headrace.text.detokenizer import Stop, stop_strings
+from headrace.text.messages import Prompt, conversation
 
 NO_REUSE = Reuse()
 
@@ -49,15 +56,31 @@ class FakeGeneration:
         cached_tokens: int,
         logprobs: int,
         reuse: Reuse = NO_REUSE,
+        seed: int | None = None,
     ) -> None:
         self._script = script
         self._usage = (prompt_tokens, cached_tokens)
         self._reuse = reuse
+        self._seed = seed
         self._logprobs = logprobs
         self._cancelled = False
         self._pieces: list[Piece] = []
+        self._coming = self._speak()
 
     def __iter__(self) -> Iterator[Piece]:
+        return self
+
+    def __next__(self) -> Piece:
+        return next(self._coming)
+
+    @property
+    def has_news(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._coming.close()
+
+    def _speak(self) -> Generator[Piece, None, None]:
         for token_id, text in enumerate(self._script):
             if self._cancelled:
                 return
@@ -83,6 +106,7 @@ class FakeGeneration:
             decode_ledger=LedgerTotals(2, 2000, 1_000_000_000, 0, 0, 500_000_000),
             logprobs=tuple(token for piece in self._pieces for token in piece.logprobs),
             reuse=self._reuse,
+            seed=self._seed,
         )
 
     def operations(self) -> Sequence[FakeOperation]:
@@ -97,26 +121,31 @@ class FakeChat:
     def __init__(self, model: FakeModel, system: str | None) -> None:
         self._model = model
         self._system = system
+        self.messages: list[FakeMessage] = []
+        self.token_ids: list[int] = []
         self.reset()
 
     def reset(self) -> None:
         self.messages = [] if self._system is None else [FakeMessage("system", self._system)]
-        self.token_ids: list[int] = []
+        self.token_ids = []
 
-    def send(self, text: str, **options: Any) -> FakeGeneration:
-        self._model.calls.append(("send", text, options))
+    def send(
+        self, text: str, *, max_tokens: int, stop: Stop, logprobs: int, **sampling: Unpack[SamplingOptions]
+    ) -> FakeGeneration:
+        self._model.calls.append(("send", text, {"max_tokens": max_tokens, "stop": stop, "logprobs": logprobs, **sampling}))
+        seed = self._model.checked(max_tokens, stop, logprobs, sampling)
         self.messages.append(FakeMessage("user", text))
         known = len(self.token_ids)
         self.token_ids += [0] * len(text)
         chat = self
 
         class Recorded(FakeGeneration):
-            def __iter__(self) -> Iterator[Piece]:
-                yield from super().__iter__()
+            def _speak(self) -> Generator[Piece, None, None]:
+                yield from super()._speak()
                 chat.messages.append(FakeMessage("assistant", self.result.text))
                 chat.token_ids += self.result.token_ids
 
-        return Recorded(self._model.next_answer(), len(self.token_ids), known, options["logprobs"], self._model.reuse)
+        return Recorded(self._model.next_answer(), len(self.token_ids), known, logprobs, self._model.reuse, seed)
 
 
 class FakeSession(FakeChat):
@@ -127,19 +156,27 @@ class FakeSession(FakeChat):
         self.name = name
         self.pinned = False
         self.open = True
+        self.problem: str | None = model.session_problem
+        self.notices: list[str] = []
 
-    def send(self, text: str, **options: Any) -> FakeGeneration:
+    def take_notices(self) -> list[str]:
+        notices, self.notices = self.notices, []
+        return notices
+
+    def send(
+        self, text: str, *, max_tokens: int, stop: Stop, logprobs: int, **sampling: Unpack[SamplingOptions]
+    ) -> FakeGeneration:
         assert self.open
-        return super().send(text, **options)
+        return super().send(text, max_tokens=max_tokens, stop=stop, logprobs=logprobs, **sampling)
 
     def pin(self, pinned: bool = True) -> None:
         self.pinned = pinned
 
-    def fork(self, name: str | None = None) -> FakeSession:
+    def fork(self, name: str) -> FakeSession:
         assert self.open
         if name in self._model.sessions:
             raise OptionError(f"session {name!r} is there already")
-        copy = FakeSession(self._model, name or f"{self.name} 2", self._system)
+        copy = FakeSession(self._model, name, self._system)
         copy.messages, copy.token_ids = list(self.messages), list(self.token_ids)
         self._model.sessions[copy.name] = copy
         return copy
@@ -166,7 +203,7 @@ class FakeSequence:
         self.model = model
         self.num_tokens = 0
 
-    def append(self, token_ids: Sequence[int]) -> np.ndarray:
+    def append(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         assert token_ids
         assert all(0 <= token < self.model.vocab_size for token in token_ids)
         self.num_tokens += len(token_ids)
@@ -202,15 +239,40 @@ class FakeModel:
     steps: list[tuple[int, int]] = field(default_factory=list)
     reuse: Reuse = NO_REUSE
     sessions: dict[str, FakeSession] = field(default_factory=dict)
+    session_problem: str | None = None
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     closed: bool = False
+    draw_seed: Callable[[], int] = lambda: 0
 
     def next_answer(self) -> list[str | BaseException]:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
-    def generate(self, prompt: str, **options: Any) -> FakeGeneration:
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        stop: Stop,
+        system: str | None,
+        raw: bool,
+        logprobs: int,
+        **sampling: Unpack[SamplingOptions],
+    ) -> FakeGeneration:
+        options = {"max_tokens": max_tokens, "stop": stop, "system": system, "raw": raw, "logprobs": logprobs, **sampling}
         self.calls.append(("generate", prompt, options))
-        return FakeGeneration(self.next_answer(), 24, 4, options["logprobs"], self.reuse)
+        seed = self.checked(max_tokens, stop, logprobs, sampling)
+        if raw and (system is not None or not isinstance(prompt, str)):
+            raise OptionError("a system message or a list of messages needs the chat template")
+        if not raw:
+            conversation(prompt, system)
+        return FakeGeneration(self.next_answer(), 24, 4, logprobs, self.reuse, seed)
+
+    def checked(self, max_tokens: int, stop: Stop, logprobs: int, sampling: SamplingOptions) -> int | None:
+        """The seed of an answer; what the engine refuses is refused here as well."""
+        check_max_tokens(max_tokens)
+        stop_strings(stop)
+        params = sampling_params(None, sampling, logprobs)
+        return self.draw_seed() if params.seed is None and params.temperature > 0 else params.seed
 
     def chat(self, system: str | None = None) -> FakeChat:
         self.calls.append(("chat", system))
@@ -244,6 +306,11 @@ class FakeModel:
     def close(self) -> None:
         assert not any(session.open for session in self.sessions.values()), "a session is kept when it is closed"
         self.closed = True
+
+
+def _stands_for_the_engine(model: FakeModel) -> ModelLike:
+    """Checked by mypy: the fakes have the types that the verbs ask for, as the engine has."""
+    return model
 
 
 @dataclass
@@ -287,3 +354,11 @@ def headrace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CommandLine:
         if name.startswith("HEADRACE_") and name != "HEADRACE_HOME":
             monkeypatch.delenv(name)
     return command_line
+
+
+@pytest.fixture
+def batch(headrace: CommandLine, tmp_path: Path) -> Any:
+    """`headrace batch` in a folder of its own, on an engine that computes many answers in turns."""
+    from tiny.batch import Runner  # tests start this file in processes that do not know where it lies
+
+    return Runner(headrace, tmp_path)

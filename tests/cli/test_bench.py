@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from headrace.cli.options import LoadOptions
+from headrace.errors import MemoryLimitError
 
 
 def test_bench_json_holds_every_figure(headrace: Any) -> None:
@@ -66,7 +67,8 @@ def test_bench_leaves_out_what_is_not_asked_for(headrace: Any) -> None:
 def test_bench_bad_count_is_named_before_anything_is_loaded(headrace: Any, arguments: list[str]) -> None:
     ending = headrace("bench", *arguments)
     assert (ending.code, ending.out) == (2, "")
-    assert f"{arguments[0]}={arguments[1]}" in ending.err
+    assert f"={arguments[1]} " in ending.err
+    assert arguments[0] in ending.err
     assert headrace.loaded == []
 
 
@@ -74,7 +76,10 @@ def test_bench_that_does_not_fit_the_context_says_so(headrace: Any) -> None:
     headrace.model.context_tokens = 10
     ending = headrace("bench", "--prompt", "8", "--gen", "4", "--depth", "4")
     assert ending.code == 2
-    assert ending.err == ("headrace: the runs need 12 tokens of context and fake has 10: lower --depth, --prompt or --gen\n")
+    assert ending.err == (
+        "headrace: the runs need 12 tokens of context and fake has 10: "
+        "lower depth_tokens, prompt_tokens or gen_tokens (--depth, --prompt, --gen)\n"
+    )
 
 
 def test_bench_kv_measures_every_format_of_pages(headrace: Any) -> None:
@@ -114,6 +119,16 @@ def test_bench_kv_text_that_cannot_be_used_is_one_line(headrace: Any, tmp_path: 
     assert (ending.code, ending.out) == (2, "")
     assert said in ending.err
     assert ending.err.count("\n") == 1
+
+
+def test_bench_names_no_option_that_it_does_not_have(headrace: Any) -> None:
+    def load(_options: Any, _progress: Any) -> Any:
+        raise MemoryLimitError("it does not fit: lower the context", arguments=("context", "kv_memory"))
+
+    headrace.load = load
+    assert headrace("bench").err == "headrace: it does not fit: lower the context (--kv-memory)\n"
+    assert headrace("bench", "--prompt", "-1").err == "headrace: prompt_tokens=-1 is too small: use 0 or more (--prompt)\n"
+    assert headrace("bench", "--kv", "--kv-tokens", "1").err.endswith("(--kv-tokens)\n")
 
 
 @pytest.mark.parametrize("arguments", [["--kv-tokens", "32"], ["--kv-formats", "f32"], ["--kv-disk", "lots"]])

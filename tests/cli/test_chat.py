@@ -280,3 +280,28 @@ def test_chat_without_a_name_has_no_session_to_work_on(headrace: Any, command: s
     assert ending.code == 2
     needs = f"headrace: {command.removesuffix(' b')} needs a session"
     assert ending.err == f"{needs}, and this conversation has no name: start with --session NAME\n"
+
+
+@pytest.mark.parametrize("command", ["/pin", "/fork b"])
+def test_chat_session_that_is_not_kept_claims_no_success(headrace: Any, at_terminal: Any, command: str) -> None:
+    headrace.model.session_problem = "the disk is full"
+    at_terminal("one", command, "two")
+    ending = headrace("chat", "--session", "plan")
+    assert ending.code == 0
+    assert "kept: the disk is full" in ending.err
+    assert "pinned" not in ending.err.replace("headrace: ", "")
+    assert "this is session" not in ending.err
+    assert len(headrace.model.sessions["plan"].messages) == 4
+
+
+def test_chat_says_once_what_became_of_the_session(headrace: Any) -> None:
+    session = headrace.model.session("plan")
+    session.notices = ["session 'plan' was changed"]
+    session.close()
+    ending = headrace("chat", "--session", "plan", stdin="one\ntwo\n")
+    assert ending.err.count("session 'plan' was changed") == 1
+
+
+def test_chat_sessions_leaves_out_what_is_not_kept(headrace: Any) -> None:
+    headrace.model.session_problem = "the disk is full"
+    assert headrace("chat", "--session", "plan", stdin="/sessions\n").err.endswith("no session is kept yet\n")

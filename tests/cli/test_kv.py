@@ -15,7 +15,7 @@ from headrace.kernels.page_formats import FORMAT_NAMES
 from headrace.kv.counters import Counters, merge_counters
 from headrace.kv.sessions import SessionFiles, SessionRecord
 from headrace.kv.store import StoreKey
-from tiny.runs import KEY, NOW, STRIDE, draft, open_store, set_byte, write
+from tiny.runs import KEY, NOW, STRIDE, draft, journal_of, open_store, set_byte, write
 
 OTHER_KEY = StoreKey("Other 2B", "cd" * 32, "kernels 1a2b width 64")
 VERBS = (("status",), ("list",), ("pin", "plan"), ("release", "plan"), ("clear",), ("verify",))
@@ -51,10 +51,10 @@ def filled(folder: Path) -> Path:
     write(other, draft(3, 3, page_format=1))
     other.close()
     assert merge_counters(
-        store.key_folder,
-        Counters(4, 1000, 600, 100, 100, {"diverged": 50, "first seen": 250}, 2_000_000, 3_000_000, 0, 1, 2, 3, 4.5),
+        journal_of(store),
+        Counters(4, 1000, 600, 100, 100, {"diverged": 50, "first_seen": 250}, 2_000_000, 3_000_000, 0, 1, 2, 3, 4.5),
     )
-    assert merge_counters(other.key_folder, Counters(1, 1000, 0, 0, 500, {"first seen": 500}, saved_s=1.5))
+    assert merge_counters(journal_of(other), Counters(1, 1000, 0, 0, 500, {"first_seen": 500}, saved_s=1.5))
     _save(folder, _record("plan", token_ids=(*first.tokens[:70], 7, 7), updated_s=NOW + 60))
     _save(folder, _record("a [red] poem", pinned=True, expires_s=NOW + 86_400))
     _save(folder, _record("shared"))
@@ -114,7 +114,7 @@ def test_status_document_holds_sizes_bounds_and_counts(headrace: Any, filled: Pa
     counters = document["counters"]
     assert (counters["lookups"], counters["prompt_tokens"], counters["saved_s"]) == (5, 2000, 6.0)
     assert counters["hit_rates"] == {"memory": 0.25, "compressed": 0.05, "disk": 0.3}
-    assert counters["missed_tokens"] == {"diverged": 50, "first seen": 750}
+    assert counters["missed_tokens"] == {"diverged": 50, "first_seen": 750}
     assert (counters["read_bytes"], counters["written_bytes"], counters["compressed_bytes"]) == (2_000_000, 3_000_000, 0)
     keys = {key["model"]: key for key in document["keys"]}
     assert keys["Tiny 1B"]["pages_by_format"] == {"f16": 4, "q4": 1}
@@ -239,7 +239,7 @@ def test_session_name_of_several_models_needs_the_model(headrace: Any, filled: P
 
 
 def test_pin_that_cannot_be_written_says_so(headrace: Any, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SessionFiles, "save", lambda self, record: False)
+    monkeypatch.setattr(SessionFiles, "update", lambda self, name, change: "the disk is full")
     ending = headrace("kv", "pin", "plan")
     assert (ending.code, ending.out) == (2, "")
     assert "cannot be written" in ending.err

@@ -55,7 +55,7 @@ def test_closing_line_says_what_was_read_from_disk_while_decoding() -> None:
 
 
 def test_every_miss_is_one_line_with_its_reason() -> None:
-    misses = (MissReport("diverged", 20, 35, "'12:01'\nwhere '12:00' was"), MissReport("first seen", 1055, 1, ""))
+    misses = (MissReport("diverged", 20, 35, "'12:01'\nwhere '12:00' was"), MissReport("first_seen", 1055, 1, ""))
     assert miss_lines(Reuse(misses=misses)) == [
         "computed 35 tokens from token 20 on: diverged, '12:01' where '12:00' was",
         "computed 1 token from token 1,055 on: first seen",

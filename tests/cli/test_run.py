@@ -8,6 +8,7 @@ import pytest
 
 from headrace.cli import loading, options
 from headrace.cli.progress import ConsoleProgress
+from headrace.engine.memory import MemorySettings
 from headrace.engine.results import MissReport, Reuse
 from headrace.engine.sampler import SamplingParams
 from headrace.errors import ContextOverflowError, MemoryLimitError, NumericError
@@ -33,7 +34,7 @@ def test_run_passes_every_option_on(headrace: Any) -> None:
     ending = headrace(
         *("run", "Hi", "-m", "gemma3-270m", "--max-tokens", "9", "--temperature", "0.5", "--top-k", "3", "--top-p", "0.9"),
         *("--min-p", "0.1", "--repeat-penalty", "1.1", "--presence-penalty", "0.2", "--frequency-penalty", "0.3"),
-        *("--seed", "7", "--stop", "END", "--stop", "\n\n", "--system", "Be brief", "--raw", "--threads", "3"),
+        *("--seed", "7", "--stop", "END", "--stop", "\n\n", "--system", "Be brief", "--threads", "3"),
         *("--context", "1000", "--logprobs", "2", "--no-cache", "--kv-memory", "2GB", "--kv-disk", "20 GB"),
         *("--kv-formats", "f16,q4", "--kv-dir", "past"),
     )
@@ -58,7 +59,7 @@ def test_run_passes_every_option_on(headrace: Any) -> None:
                 "max_tokens": 9,
                 "stop": ("END", "\n\n"),
                 "system": "Be brief",
-                "raw": True,
+                "raw": False,
                 "logprobs": 2,
                 "temperature": 0.5,
                 "top_k": 3,
@@ -73,9 +74,14 @@ def test_run_passes_every_option_on(headrace: Any) -> None:
     ]
 
 
+def test_run_raw_goes_without_a_template(headrace: Any) -> None:
+    assert headrace("run", "Once", "--raw").code == 0
+    assert headrace.model.calls[0][2]["raw"] is True
+
+
 def test_run_defaults_are_those_of_the_sampler() -> None:
     shown = {name: getattr(options, name.upper()) for name in vars(SamplingParams()) if hasattr(options, name.upper())}
-    sampler = {**dataclasses.asdict(SamplingParams()), "seed": SamplingParams().seed or 0}  # None is seed 0
+    sampler = dataclasses.asdict(SamplingParams())
     assert shown == {name: sampler[name] for name in shown}
     assert len(shown) == 8
 
@@ -100,6 +106,7 @@ def test_run_prints_one_json_document(headrace: Any) -> None:
         "text": "Hello, world",
         "token_ids": [0, 1, 2],
         "finish_reason": "stop",
+        "seed": None,
         "usage": {"prompt_tokens": 24, "cached_tokens": 4, "completion_tokens": 3},
         "timings": {"load_s": 0.5, "prefill_s": 0.01, "decode_s": 0.2, "first_token_s": 0.02},
         "speeds": {
@@ -169,6 +176,15 @@ def test_run_stats_says_why_what_was_computed_was_not_found(headrace: Any) -> No
     assert headrace("run", "Hi").err.count("\n") == 1
 
 
+def test_run_tells_the_seed_that_gives_the_same_text_again(headrace: Any) -> None:
+    headrace.model.draw_seed = lambda: 1234
+    assert headrace("run", "Hi", "--temperature", "0.8", "--stats").err.splitlines()[1] == "seed 1234"
+    assert headrace("run", "Hi", "--temperature", "0.8", "--json").document["seed"] == 1234
+    assert headrace("run", "Hi", "--temperature", "0.8", "--seed", "7", "--json").document["seed"] == 7
+    assert headrace("run", "Hi", "--json").document["seed"] is None
+    assert "seed" not in headrace("run", "Hi", "--temperature", "0.8").err
+
+
 def test_run_session_goes_on_where_it_was_left(headrace: Any) -> None:
     headrace.model.answers = [["First."], ["Second."]]
     assert headrace("run", "one", "--session", "plan", "--system", "Be brief", "--max-tokens", "9").out == "First.\n"
@@ -208,11 +224,26 @@ def test_run_session_is_refused_where_the_environment_allows_no_disk(headrace: A
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_without_a_cache_nothing_of_the_past_lies_on_disk(monkeypatch: pytest.MonkeyPatch, cache: bool) -> None:
+    memory, given = _settings(monkeypatch, options.LoadOptions("m", cache=cache, kv_disk_bytes=9, kv_memory_bytes=8))
+    assert (given["cache"], memory.disk_bytes, memory.memory_bytes) == (cache, 9 if cache else 0, 8)
+
+
+def test_command_line_keeps_the_past_on_disk_without_being_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADRACE_KV_DIR", str(tmp_path / "kv"))
+    monkeypatch.setenv("HEADRACE_KV_DISK", "5MB")
+    memory, _ = _settings(monkeypatch, options.LoadOptions("m"))
+    assert (memory.folder, memory.disk_bytes, memory.disk_is_optional) == (tmp_path / "kv", 5_000_000, True)
+    assert _settings(monkeypatch, options.LoadOptions("m", cache=False))[0].disk_bytes == 0
+
+
+def _settings(monkeypatch: pytest.MonkeyPatch, chosen: options.LoadOptions) -> tuple[MemorySettings, dict[str, Any]]:
+    """What the engine would be told to load with."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr("headrace.engine.model.load", lambda model, **options: given.update(options))
-    loading.load_model(options.LoadOptions("m", cache=cache, kv_disk_bytes=9, kv_memory_bytes=8), ConsoleProgress())
-    assert (given["cache"], given["kv_disk"], given["kv_memory"]) == (cache, 9 if cache else 0, 8)
-    assert (given["kv_formats"], given["kv_dir"]) == (None, None)
+    monkeypatch.setattr(
+        "headrace.engine.load.load_with", lambda _model, _config, memory, **rest: given.update(rest, memory=memory)
+    )
+    loading.load_model(chosen, ConsoleProgress())
+    return given["memory"], given
 
 
 @pytest.mark.parametrize(
@@ -228,6 +259,14 @@ def test_run_error_of_the_engine_is_one_line_and_exit_code_two(headrace: Any, er
     assert (ending.code, ending.out) == (2, "")
     assert ending.err == f"headrace: {' '.join(str(error).split())}\n"
     assert headrace.model.closed
+
+
+def test_run_error_of_the_library_names_the_options_that_this_verb_has(headrace: Any) -> None:
+    headrace.model.answers = [[ContextOverflowError("too long: raise the context", arguments=("context", "nothing_here"))]]
+    assert headrace("run", "Hi").err == "headrace: too long: raise the context (--context)\n"
+    headrace.model.answers = [[NumericError("no weights are kept: use cache=False", arguments=("cache", "raw"))]]
+    assert headrace("run", "Hi").err == "headrace: no weights are kept: use cache=False (--no-cache, --raw)\n"
+    assert headrace("chat", stdin="Hi\n").err.endswith("headrace: no weights are kept: use cache=False (--no-cache)\n")
 
 
 def test_run_error_while_loading_is_one_line_and_exit_code_two(headrace: Any) -> None:
@@ -258,6 +297,7 @@ def test_run_error_while_loading_is_one_line_and_exit_code_two(headrace: Any) ->
         (["--session", ""], "--session=''"),
         (["--session", "x" * 201], "201 characters"),
         (["--session", "x", "--raw"], "--raw"),
+        (["--system", "x", "--raw"], "--system"),
         (["--session", "x", "--no-cache"], "--no-cache"),
         (["--session", "x", "--kv-disk", "0"], "--kv-disk"),
     ],
@@ -323,3 +363,10 @@ def test_run_mistake_of_ours_keeps_its_exception(headrace: Any) -> None:
 def test_run_character_that_cannot_be_encoded_does_not_stop_the_answer(headrace: Any) -> None:
     headrace.model.answers = [["a\udc80b"]]
     assert headrace("run", "Hi").out == "a?b\n"
+
+
+def test_run_session_that_is_not_kept_fails_after_the_answer(headrace: Any) -> None:
+    headrace.model.session_problem = "the disk is full"
+    ending = headrace("run", "one", "--session", "plan")
+    assert (ending.code, ending.out) == (2, "Hello, world\n")
+    assert ending.err.endswith("headrace: session 'plan' is not kept: the disk is full\n")

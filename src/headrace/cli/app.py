@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-VERBS = ("run", "chat", "bench", "pull", "models", "kv", "doctor")
+VERBS = ("run", "chat", "batch", "bench", "pull", "models", "kv", "doctor")
 """Each is a module of this package, with a function of the same name, or an app where the verb has verbs of its own; listed in
 the order of the help."""
 

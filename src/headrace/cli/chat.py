@@ -10,12 +10,21 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from headrace.cli import options as o
-from headrace.cli.errors import guarded, say
+from headrace.cli.errors import guarded, say, sentence
 from headrace.cli.loading import loaded_model
-from headrace.cli.report import Speeds, closing_line, kept_line, miss_lines, print_line, print_operations, result_document
+from headrace.cli.report import (
+    Speeds,
+    closing_line,
+    kept_line,
+    miss_lines,
+    print_line,
+    print_operations,
+    result_document,
+    seed_lines,
+)
 from headrace.cli.session import open_session, opening_line
 from headrace.cli.turns import TurnReader, parse_command, save_conversation
-from headrace.errors import HeadraceError, OptionError
+from headrace.errors import HeadraceError, OptionError, StorageError
 
 if TYPE_CHECKING:
     from headrace.cli.protocols import ChatLike, GenerationLike, ModelLike, SessionLike
@@ -123,6 +132,12 @@ class Conversation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._session is not None:
             self._session.close(keep=True)
+            self._say_notices()
+
+    def _say_notices(self) -> None:
+        """Says once what has become of the session: that it is not kept, or goes on under another name."""
+        for notice in [] if self._session is None else self._session.take_notices():
+            say(notice)
 
     def greet(self, *, interactive: bool) -> None:
         """Says what this is to somebody at a terminal, and in any case that a session goes on."""
@@ -144,7 +159,7 @@ class Conversation:
             except HeadraceError as error:
                 if not reader.interactive:
                     raise
-                say(error)
+                say(sentence(error, chat))
 
     def turn(self, text: str) -> None:
         """One answer, streamed. Ctrl-C ends it early; a second one ends the program."""
@@ -158,6 +173,7 @@ class Conversation:
                     self._show(piece.text)
         self._last = generation
         result = generation.result
+        self._say_notices()
         if self._as_json:
             self._turns.append(result_document(result, self._speeds(generation)))
             return
@@ -174,7 +190,7 @@ class Conversation:
 
         Raises:
             OptionError: there is no such command, it lacks its argument, or it needs a session.
-            StorageError: the file cannot be written.
+            StorageError: the file, or the session, cannot be written.
         """
         if name == "/reset":
             self._chat.reset()
@@ -188,7 +204,9 @@ class Conversation:
             if self._last is not None:
                 self._print_stats(self._last)
         elif name == "/sessions":
-            print_line("\n".join(self._model.session_names()) or "no session is kept yet")
+            unkept = self._session.name if self._session is not None and self._session.problem is not None else None
+            names = [name for name in self._model.session_names() if name != unkept]
+            print_line("\n".join(names) or "no session is kept yet")
         elif name in {"/fork", "/pin", "/unpin"}:
             self._session_command(name, argument)
         elif name == "/help":
@@ -202,6 +220,9 @@ class Conversation:
             raise OptionError(f"{name} needs a session, and this conversation has no name: start with --session NAME")
         if name != "/fork":
             session.pin(name == "/pin")
+            session.take_notices()
+            if session.problem is not None:
+                raise StorageError(f"session {session.name!r} is not kept: {session.problem}")
             print_line(f"session {session.name!r} is {'pinned' if name == '/pin' else 'no longer pinned'}")
             return
         from headrace.kv.sessions import check_name
@@ -210,6 +231,9 @@ class Conversation:
             raise OptionError("/fork needs the name of the copy: /fork NAME")
         check_name(argument, "/fork")
         copy = session.fork(argument)
+        if copy.problem is not None:
+            copy.close(keep=True)
+            raise StorageError(f"there is no copy {argument!r}, as it cannot be kept: {copy.problem}")
         session.close(keep=True)
         self._session = self._chat = copy
         print_line(f"this is session {copy.name!r} now, a copy of {session.name!r}")
@@ -231,7 +255,7 @@ class Conversation:
 
     def _print_stats(self, generation: GenerationLike) -> None:
         print_line(closing_line(generation.result, self._speeds(generation)))
-        for line in miss_lines(generation.result.reuse):
+        for line in (*seed_lines(generation.result), *miss_lines(generation.result.reuse)):
             print_line(line)
         print_operations(generation.operations())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import io
 import os
 import sys
@@ -32,7 +33,7 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
             result = verb(*args, **kwargs)
             sys.stdout.flush()
         except HeadraceError as error:
-            say(error)
+            say(sentence(error, verb))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
             say_interrupted()
@@ -47,6 +48,26 @@ def guarded(verb: Callable[P, R]) -> Callable[P, R]:
         return result
 
     return guard
+
+
+_OPTION_OF = {
+    "as_json": "--json",
+    "cache": "--no-cache",
+    "prompt_tokens": "--prompt",
+    "gen_tokens": "--gen",
+    "depth_tokens": "--depth",
+    "num_tokens": "--kv-tokens",
+    "text": "--kv-text",
+}
+"""Arguments of the library whose option has another name."""
+
+
+def sentence(error: HeadraceError, verb: Callable[..., object]) -> str:
+    """What an error says, with the options of a verb that set what it speaks of: '... or raise the context (--context)'."""
+    known = {f"--{name.replace('_', '-')}" for name in inspect.signature(verb).parameters}
+    options = [_OPTION_OF.get(name, f"--{name.replace('_', '-')}") for name in error.arguments]
+    named = ", ".join(option for option in options if option in known)
+    return f"{error} ({named})" if named else str(error)
 
 
 def say(message: object) -> None:

@@ -211,12 +211,17 @@ def select_keys(keys: Iterable[KeyInventory], model: str | None) -> list[KeyInve
 
 
 def _set_pinned(name: str, model: str | None, kv_dir: Path | None, *, pinned: bool, as_json: bool) -> None:
-    from headrace.kv.sessions import SessionFiles
+    from headrace.kv.sessions import SessionFiles, SessionRecord
 
     found = _inventory(kv_dir)
-    record = replace(find_session(found, name, model).record, pinned=pinned)
-    if not SessionFiles(found.folder, record.model_digest).save(record):
-        raise StorageError(f"session {name!r} cannot be written in {found.folder}: make room there, or give yourself the right")
+    digest = find_session(found, name, model).record.model_digest
+
+    def change(current: SessionRecord | None, _is_there: bool) -> SessionRecord | None:
+        return None if current is None else replace(current, pinned=pinned)
+
+    reason = SessionFiles(found.folder, digest).update(name, change)
+    if reason is not None:
+        raise StorageError(f"session {name!r} cannot be written ({reason}): make room there, or give yourself the right")
     if as_json:
         _write({"name": name, "pinned": pinned})
     else:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from headrace.config import KV_FORMATS, Config
+from headrace.engine.results import reason_text
 from headrace.kv.counters import Counters
 from headrace.units import format_bytes, format_seconds
 
@@ -135,7 +136,9 @@ def _counter_lines(total: Counters) -> list[str]:
     if total.saved_s:
         lines[0] += f", {format_seconds(total.saved_s)} saved"
     if missed:
-        lines.append(f"{_count(missed, 'token')} missed: " + ", ".join(f"{count:,} {reason}" for reason, count in reasons))
+        lines.append(
+            f"{_count(missed, 'token')} missed: " + ", ".join(f"{count:,} {reason_text(reason)}" for reason, count in reasons)
+        )
     moved = (("read", total.read_bytes), ("written", total.written_bytes), ("compressed", total.compressed_bytes))
     lines.append(", ".join(f"{format_bytes(num_bytes)} {verb}" for verb, num_bytes in moved))
     return lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from headrace.cli.options import LoadOptions
 from headrace.cli.progress import ConsoleProgress
@@ -29,18 +29,22 @@ def loaded_model(options: LoadOptions) -> Iterator[ModelLike]:
 
 
 def load_model(options: LoadOptions, progress: ConsoleProgress) -> ModelLike:
-    """The engine's model. Without a cache on disk nothing of the past lies there either."""
-    from headrace.engine.model import load
+    """The engine's model. It keeps the past on disk without being asked; without a cache there, that neither."""
+    from headrace.config import Config
+    from headrace.engine.load import load_with
+    from headrace.engine.memory import MemorySettings
 
-    model = load(
+    config = Config.from_environment()
+    disk_bytes = options.kv_disk_bytes if options.cache else 0
+    memory = MemorySettings.resolve(
+        config, options.kv_dir, options.kv_memory_bytes, disk_bytes, options.kv_formats, keeps_unasked=True
+    )
+    return load_with(
         options.model,
+        config,
+        memory,
         threads=options.threads,
         context=options.context_tokens,
         cache=options.cache,
         progress=progress,
-        kv_dir=options.kv_dir,
-        kv_memory=options.kv_memory_bytes,
-        kv_disk=options.kv_disk_bytes if options.cache else 0,
-        kv_formats=options.kv_formats,
     )
-    return cast("ModelLike", model)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Unpack
 
 import typer
 
 from headrace.errors import OptionError
+
+if TYPE_CHECKING:
+    from headrace.engine.sampler import SamplingOptions
 
 MODEL_HELP = "An alias ([cyan]headrace models[/] lists them), a path to a .gguf file, or hf:owner/repo/file.gguf."
 DEFAULT_MODEL = "smollm2"
@@ -23,7 +25,7 @@ MIN_P = 0.05
 REPEAT_PENALTY = 1.0
 PRESENCE_PENALTY = 0.0
 FREQUENCY_PENALTY = 0.0
-SEED = 0
+SEED = None
 
 _MODEL, _LENGTH, _SAMPLING, _MEMORY, _OUTPUT = "Model", "Prompt and length", "Sampling", "Memory of the past", "Output"
 
@@ -139,8 +141,13 @@ FrequencyPenalty = Annotated[
     ),
 ]
 Seed = Annotated[
-    int,
-    typer.Option(metavar="N", help="Seed of the draws: the same seed gives the same text.", rich_help_panel=_SAMPLING),
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Seed of the draws: the same seed gives the same text.",
+        show_default="drawn, and told by --stats and --json",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 Stats = Annotated[bool, typer.Option("--stats", help="Show time and bytes by class of operation.", rich_help_panel=_OUTPUT)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.", rich_help_panel=_OUTPUT)]
@@ -226,10 +233,12 @@ class AnswerOptions:
     max_tokens: int
     stop: tuple[str, ...]
     logprobs: int
-    sampling: Mapping[str, float]
+    sampling: SamplingOptions
 
     @classmethod
-    def checked(cls, *, max_tokens: int, stop: list[str] | None, logprobs: int = 0, **sampling: float) -> AnswerOptions:
+    def checked(
+        cls, *, max_tokens: int, stop: list[str] | None, logprobs: int = 0, **sampling: Unpack[SamplingOptions]
+    ) -> AnswerOptions:
         """Options that the sampler accepts, checked before the model is loaded.
 
         Raises:
@@ -241,5 +250,5 @@ class AnswerOptions:
             raise OptionError(f"--max-tokens={max_tokens} is not a number of tokens: use 1 or more")
         if "" in (stop or ()):
             raise OptionError("--stop='' would end every answer at once: give it some text, or leave it out")
-        SamplingParams(**sampling, logprobs=logprobs)  # type: ignore[arg-type] # it checks its values itself
+        SamplingParams(**sampling, logprobs=logprobs)  # it checks its values itself
         return cls(max_tokens=max_tokens, stop=tuple(stop or ()), logprobs=logprobs, sampling=sampling)

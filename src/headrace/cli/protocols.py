@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 from headrace.engine.bench import BenchModel
 from headrace.engine.kv_bench import KvBenchModel
 from headrace.engine.results import GenerationResult, KeptPast, Piece
+from headrace.text.messages import Prompt
+
+if TYPE_CHECKING:
+    from headrace.engine.sampler import SamplingOptions
 
 
 class OperationRow(Protocol):
@@ -45,6 +49,16 @@ class GenerationLike(Protocol):
     def __iter__(self) -> Iterator[Piece]:
         """Pieces of text as they come."""
 
+    def __next__(self) -> Piece:
+        """The next piece; whatever else was asked of the model may be computed meanwhile."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next piece, or the end, is there without computing anything."""
+
+    def close(self) -> None:
+        """Ends the answer now."""
+
     def cancel(self) -> None:
         """Ends the answer after the step that is running. Safe to call from a signal handler."""
 
@@ -71,7 +85,9 @@ class MessageLike(Protocol):
 class ChatLike(Protocol):
     """A conversation. A later turn never prefills what an earlier one has."""
 
-    def send(self, text: str, *, max_tokens: int, stop: Sequence[str], logprobs: int, **sampling: float) -> GenerationLike:
+    def send(
+        self, text: str, *, max_tokens: int, stop: Sequence[str], logprobs: int, **sampling: Unpack[SamplingOptions]
+    ) -> GenerationLike:
         """The answer to `text`. A cancelled answer stays in the conversation as far as it got."""
 
     def reset(self) -> None:
@@ -93,11 +109,18 @@ class SessionLike(ChatLike, Protocol):
     def name(self) -> str:
         """Its name."""
 
+    @property
+    def problem(self) -> str | None:
+        """Why it is not kept, as the end of a sentence; None if it is, or will be after its first turn."""
+
+    def take_notices(self) -> list[str]:
+        """What its user should know and has not been told."""
+
     def pin(self, pinned: bool = True) -> None:
         """Keeps its past before that of others, or no longer does."""
 
-    def fork(self, name: str | None = None) -> SessionLike:
-        """A copy that shares the past so far.
+    def fork(self, name: str) -> SessionLike:
+        """A session of another name that shares the past so far.
 
         Raises:
             OptionError: there is a session of this name.
@@ -120,14 +143,14 @@ class ModelLike(BenchModel, KvBenchModel, Protocol):
 
     def generate(  # noqa: D102, documented by the engine
         self,
-        prompt: str,
+        prompt: Prompt,
         *,
         max_tokens: int,
         stop: Sequence[str],
         system: str | None,
         raw: bool,
         logprobs: int,
-        **sampling: float,
+        **sampling: Unpack[SamplingOptions],
     ) -> GenerationLike: ...
 
     def chat(self, system: str | None = None) -> ChatLike:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from headrace.engine.results import GenerationResult, KeptPast, Reuse
+from headrace.engine.results import GenerationResult, KeptPast, Reuse, reason_text
 from headrace.model.step import LedgerTotals
 from headrace.units import format_bytes, format_seconds
 
@@ -66,9 +66,14 @@ def miss_lines(reuse: Reuse) -> list[str]:
     """'computed 35 tokens from token 20 on: diverged, ...', one for each stretch of the prompt that was not found."""
     return [
         f"computed {_tokens(miss.num_tokens)} from token {miss.at_token:,} on: "
-        + ", ".join(part for part in (miss.reason, " ".join(miss.detail.split())) if part)
+        + ", ".join(part for part in (reason_text(miss.reason), " ".join(miss.detail.split())) if part)
         for miss in reuse.misses
     ]
+
+
+def seed_lines(result: GenerationResult) -> list[str]:
+    """['seed 1234'], or nothing where no token was drawn."""
+    return [] if result.seed is None else [f"seed {result.seed}"]
 
 
 def result_document(result: GenerationResult, speeds: Speeds) -> dict[str, object]:
@@ -77,6 +82,7 @@ def result_document(result: GenerationResult, speeds: Speeds) -> dict[str, objec
         "text": result.text,
         "token_ids": list(result.token_ids),
         "finish_reason": result.finish_reason,
+        "seed": result.seed,
         "usage": asdict(result.usage),
         "timings": asdict(result.timings),
         "speeds": asdict(speeds),

@@ -12,7 +12,7 @@ import typer
 from headrace.cli import options as o
 from headrace.cli.errors import guarded, say
 from headrace.cli.loading import loaded_model
-from headrace.errors import OptionError
+from headrace.errors import OptionError, StorageError
 
 if TYPE_CHECKING:
     from headrace.cli.protocols import GenerationLike, ModelLike
@@ -73,6 +73,8 @@ def run(
         frequency_penalty=frequency_penalty,
         seed=seed,
     )
+    if raw and system is not None:
+        raise OptionError("--raw continues a text, and --system needs the chat template: leave one of them out")
     if session is not None:
         loading.check_session(session)
         if raw:
@@ -101,6 +103,11 @@ def _answer(
         yield session.send(text, max_tokens=most, stop=stop, logprobs=logprobs, **sampling)
     finally:
         session.close(keep=True)
+        problem, notices = session.problem, session.take_notices()
+        for notice in notices if problem is None else ():
+            say(notice)
+    if problem is not None:  # the answer is there, and what was asked for besides is not
+        raise StorageError(f"session {session.name!r} is not kept: {problem}")
 
 
 def read_prompt() -> str:
@@ -148,6 +155,6 @@ def _report(generation: GenerationLike, name: str, read_bandwidth: Callable[[], 
         return
     report.print_line(report.closing_line(result, speeds))
     if stats:
-        for line in report.miss_lines(result.reuse):
+        for line in (*report.seed_lines(result), *report.miss_lines(result.reuse)):
             report.print_line(line)
         report.print_operations(generation.operations())
