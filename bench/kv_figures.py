@@ -60,6 +60,22 @@ def quicker(
     return Figure(section, name, "s", runs, against, against_runs, ratio, f"{goal_ratio:g}x", ratio >= goal_ratio)
 
 
+def faster(
+    section: str,
+    name: str,
+    unit: str,
+    runs: Sequence[float],
+    against: str,
+    against_runs: Sequence[float],
+    goal_ratio: float | None = None,
+) -> Figure:
+    """A speed that has to be `goal_ratio` times that of something else; without a goal, a comparison only."""
+    ratio = statistics.median(runs) / statistics.median(against_runs)
+    if goal_ratio is None:
+        return Figure(section, name, unit, runs, against, against_runs, ratio)
+    return Figure(section, name, unit, runs, against, against_runs, ratio, f"{goal_ratio:g}x", ratio >= goal_ratio)
+
+
 def at_most(section: str, name: str, unit: str, runs: Sequence[float], ceiling: float) -> Figure:
     """A figure whose median must not be above `ceiling`."""
     return Figure(section, name, unit, runs, goal=f"at most {ceiling:g}", reached=statistics.median(runs) <= ceiling)

@@ -183,7 +183,7 @@ def _conversations_note(count: int, memory: int, turns: list[dict[str, Any]]) ->
     reasons: Counter[str] = Counter()
     for turn in again:
         for reason, num_tokens in turn["misses"]:
-            if reason not in {"first seen", "diverged"}:
+            if reason not in {"first_seen", "diverged"}:
                 reasons[reason] += num_tokens
     said = "".join(f", {reason}: {num_tokens:,} tokens" for reason, num_tokens in sorted(reasons.items()))
     disk, near = (sum(turn[name] for turn in turns) for name in ("disk_tokens", "memory_tokens"))

@@ -1,7 +1,7 @@
 """The processes that a comparison runs: one worker per engine, busy neighbours, and cold starts.
 
-Every process has an end: workers end with their standard input, neighbours at a deadline of their own, cold starts by a
-time limit.
+Every process has an end: workers end with their standard input, even while they compute, neighbours at a deadline of their
+own, cold starts by a time limit.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._process.kill()  # it may be computing for minutes, and nobody waits for that any more
         self.close()
 
 

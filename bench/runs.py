@@ -11,8 +11,9 @@ import json
 import os
 import platform
 import resource
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -86,6 +87,23 @@ def cpu_ticks() -> list[int]:
     with contextlib.suppress(OSError):
         return [int(word) for word in Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]]
     return []
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP end the block as an error does, so that every `with` inside closes what it has started."""
+
+    def end(number: int, frame: object) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {name: signal.signal(getattr(signal, name), end) for name in names}
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
 
 
 class Watch:

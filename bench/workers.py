@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -21,6 +23,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 SEED = 20_240_229
+ORPHAN_GRACE_S = 5.0
+"""How long a worker may take to end by itself once nobody can ask it any more."""
 TOKEN_RANGE = (1_000, 40_000)  # ordinary tokens in every vocabulary here
 
 E = TypeVar("E")
@@ -242,8 +246,29 @@ def answer(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"unknown request {unknown!r}")
 
 
+def end_with_parent(descriptor: int = 0, grace_s: float = ORPHAN_GRACE_S) -> None:
+    """Ends this process soon after the other end of a pipe was closed, whatever it is computing then.
+
+    A parent that was killed cannot end its workers, and a request may take minutes: without this, workers would go on
+    computing beside the next measurement. Whoever ends by itself within `grace_s` is not disturbed.
+    """
+    if not hasattr(select, "poll"):  # Windows has none: there a worker ends after its request
+        return
+    closed = select.poll()
+    closed.register(descriptor, 0)  # no events are asked for: a closed pipe is always told
+
+    def wait() -> None:
+        while not any(event & (select.POLLHUP | select.POLLERR) for _, event in closed.poll()):
+            pass
+        time.sleep(grace_s)
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
+
+
 def serve(engine: E, act: Callable[[E, dict[str, Any]], dict[str, Any]]) -> None:
     """Has an engine `act` on requests until standard input ends. Whatever it prints goes to standard error."""
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-HEADS = {"compare": "| figure | Headrace | times better |", "kv": "| figure | measured | compared with | times better |"}
-MARKS = {"compare": "bench", "kv": "kv"}
+KV_HEAD = "| figure | measured | compared with | times better |"
+HEADS = {"compare": "| figure | Headrace | times better |", "kv": KV_HEAD, "batch": KV_HEAD}
+MARKS = {"compare": "bench", "kv": "kv", "batch": "batch"}
 
 Run = Callable[..., int]
 
 
-@pytest.fixture(params=["compare", "kv"])
+@pytest.fixture(params=["compare", "kv", "batch"])
 def program(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
