@@ -97,7 +97,7 @@ def test_disk_that_takes_no_more_is_one_sentence(path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(StorageError, match=words) as caught:
         container.write(path, FACTS, SECTIONS)
-    assert "--no-cache" in str(caught.value)
+    assert "cache=False" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert _left(path) == []
 

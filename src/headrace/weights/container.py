@@ -182,8 +182,12 @@ def _remove(name: str) -> None:
 
 def _storage_error(path: Path, error: OSError) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return StorageError(f"the disk is full while packing weights into {path.parent}: free some space, or use --no-cache")
+        return StorageError(
+            f"the disk is full while packing weights into {path.parent}: free some space, or use cache=False",
+            arguments=("cache",),
+        )
     return StorageError(
         f"cannot write packed weights into {path.parent}: {error.strerror}; set HEADRACE_HOME to a folder that can be "
-        "written, or use --no-cache"
+        "written, or use cache=False",
+        arguments=("cache",),
     )
